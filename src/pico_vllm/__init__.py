@@ -1,0 +1,33 @@
+"""Pico-vLLM: an LLM inference engine small enough to read in a weekend.
+
+Importing the package loads neither torch nor triton nor transformers; the public names are imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "LLM": "pico_vllm.llm",
+    "EngineConfig": "pico_vllm.config",
+    "SamplingParams": "pico_vllm.sampling_params",
+    "RequestOutput": "pico_vllm.outputs",
+    "CompletionOutput": "pico_vllm.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from pico_vllm.config import EngineConfig
+    from pico_vllm.llm import LLM
+    from pico_vllm.outputs import CompletionOutput, RequestOutput
+    from pico_vllm.sampling_params import SamplingParams
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

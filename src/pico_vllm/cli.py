@@ -1,0 +1,255 @@
+"""The command line: ``pico-vllm generate`` and ``pico-vllm env``.
+
+Parses, prints and exits; everything else is ``LLMEngine``'s. Text goes to stdout, progress, statistics and errors to
+stderr, so that output can be piped. Torch is imported only by the commands that need it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from pico_vllm import __version__
+from pico_vllm.errors import PicoVLLMError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from pico_vllm.engine.llm_engine import LLMEngine
+    from pico_vllm.outputs import RequestOutput
+
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+app = typer.Typer(
+    name="pico-vllm",
+    help="An LLM inference engine small enough to read in a weekend.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Dtype(StrEnum):
+    """Choices of --dtype."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class LoadFormat(StrEnum):
+    """Choices of --load-format."""
+
+    auto = "auto"
+    dummy = "dummy"
+
+
+class Backend(StrEnum):
+    """Choices of --backend."""
+
+    auto = "auto"
+    cpu = "cpu"
+    reference = "reference"
+
+
+def main() -> None:
+    """Run the command line; every error a user can cause is one readable line and exit code 1."""
+    try:
+        app()
+    except PicoVLLMError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _say("\ninterrupted")
+        sys.exit(EXIT_INTERRUPTED)
+
+
+@app.callback(invoke_without_command=True)
+def _global_options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does, to stderr.")] = False,
+) -> None:
+    if verbose:
+        import logging
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    if version:
+        print(f"pico-vllm {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+    """Show this machine: versions, GPUs, and which backends and test tiers can run here, or why not."""
+    from pico_vllm.environment import collect_environment, render, to_dict
+
+    environment = collect_environment()
+    if as_json:
+        print(json.dumps(to_dict(environment), indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(render(environment))
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts; - reads stdin.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Directory with config.json and safetensors. Default: SmolLM2-135M-Instruct, fetched once."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt at most.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy. Default: the model's own setting, else greedy.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 = all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the most likely tokens of this total.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of every prompt's samples.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option("--stop-token-id", help="Also stop at this token id (repeatable).")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Don't stop at end-of-sequence tokens.")] = False,
+    echo: Annotated[bool, typer.Option(help="Print the prompt before its completion.")] = True,
+    dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
+    load_format: Annotated[LoadFormat, typer.Option(help="dummy = random weights.")] = LoadFormat.auto,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    backend: Annotated[Backend, typer.Option(help="Which implementations of the ops.")] = Backend.auto,
+    block_size: Annotated[int, typer.Option(help="Tokens a KV cache block.")] = 16,
+    num_gpu_blocks_override: Annotated[int | None, typer.Option(help="KV cache blocks, on any device.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Prompt + output tokens at most.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Prompts running at the same time at most.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step at most.")] = 2048,
+) -> None:
+    """Complete prompts: one streams as it is made, several run as one batch."""
+    from pico_vllm.config import EngineConfig
+    from pico_vllm.engine.llm_engine import LLMEngine
+
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    config = EngineConfig.from_options(
+        model=model,
+        dtype=dtype.value,
+        load_format=load_format.value,
+        device=device,
+        backend=backend.value,
+        block_size=block_size,
+        num_gpu_blocks_override=num_gpu_blocks_override,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    overrides = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    chosen = {name: value for name, value in overrides.items() if value is not None}
+    chosen |= {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "stop_token_ids": tuple(stop_token_ids or ())}
+    from pico_vllm.sampling_params import SamplingParams
+
+    SamplingParams(**chosen)  # a wrong value is told before a model is fetched and loaded
+    with LoadingBars() as bars:
+        engine = LLMEngine(config, progress=bars.update)
+    params = engine.default_sampling_params(**chosen)
+    for index, text in enumerate(texts):
+        engine.add_request(str(index), text, params)
+    run = _stream_one if len(texts) == 1 else _run_batch
+    interrupted = False
+    start = time.perf_counter()
+    try:
+        outputs = run(engine, texts, echo)
+    except KeyboardInterrupt:
+        interrupted = True
+        deltas = [engine.abort(str(index)) for index in range(len(texts))]
+        outputs = [delta.final for delta in deltas if delta is not None and delta.final is not None]
+        print(flush=True)
+    _say(_summary(outputs, time.perf_counter() - start, interrupted))
+    if interrupted:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+class LoadingBars:
+    """Progress bars on stderr, one a phase (fetch, convert, load); nothing where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._what = ""
+
+    def __enter__(self) -> LoadingBars:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` steps of ``what`` are done; total 0 = not known."""
+        from tqdm import tqdm
+
+        if what != self._what:
+            self._close()
+            self._what = what
+            self._bar = tqdm(total=total or None, desc=what, leave=False, disable=None, unit_scale=True)
+        self._bar.update(done - self._bar.n)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _stream_one(engine: LLMEngine, texts: Sequence[str], echo: bool) -> list[RequestOutput]:
+    if echo:
+        print(texts[0], end="", flush=True)
+    outputs = []
+    while engine.has_unfinished_requests():
+        for delta in engine.step():
+            print(delta.new_text, end="", flush=True)
+            if delta.final is not None:
+                outputs.append(delta.final)
+    print(flush=True)
+    return outputs
+
+
+def _run_batch(engine: LLMEngine, texts: Sequence[str], echo: bool) -> list[RequestOutput]:
+    """Run all prompts together; print them in their order, each as soon as it and those before it are done."""
+    from tqdm import tqdm
+
+    finished: dict[int, RequestOutput] = {}
+    printed = 0
+    with tqdm(total=len(texts), desc="Generating", unit="prompt", disable=None, leave=False) as bar:
+        while engine.has_unfinished_requests():
+            for delta in engine.step():
+                if delta.final is not None:
+                    finished[int(delta.request_id)] = delta.final
+                    bar.update()
+            while printed in finished:
+                text = finished[printed].outputs[0].text
+                with tqdm.external_write_mode(file=sys.stdout):
+                    print(f"[{printed}] {texts[printed] if echo else ''}{text}", flush=True)
+                printed += 1
+    return list(finished.values())
+
+
+def _summary(outputs: Sequence[RequestOutput], seconds: float, interrupted: bool) -> str:
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_new = sum(len(output.outputs[0].token_ids) for output in outputs)
+    reasons = sorted({str(output.outputs[0].finish_reason) for output in outputs})
+    line = f"{num_prompt} prompt + {num_new} new tokens in {seconds:.2f} s, {num_new / max(seconds, 1e-9):.1f} tok/s"
+    first = [o.metrics.first_token_s - o.metrics.arrival_s for o in outputs if o.metrics and o.metrics.first_token_s]
+    if first:
+        line += f", first token after {min(first) * 1e3:.0f} ms"
+    return f"{'interrupted: ' if interrupted else ''}{line} (finished: {', '.join(reasons) or 'none'})"
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _fail(message: str) -> NoReturn:
+    _say(f"error: {message}")
+    sys.exit(EXIT_ERROR)

@@ -1,0 +1,352 @@
+"""Configuration: frozen values, validated once, never written afterwards. The environment is read only here.
+
+``ModelConfig`` says what a checkpoint is (from its ``config.json``); ``EngineConfig`` says how to run it (from the
+options of ``LLM(...)`` and the CLI). Option names are vLLM's where the meaning is the same. What is learned later (the
+number of KV blocks, the length limit they allow) is returned by the engine and passed on, not written back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pico_vllm.errors import ConfigError
+
+DTYPES = ("bfloat16", "float16", "float32")
+BACKENDS = ("auto", "cpu", "reference")
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def cache_dir() -> Path:
+    """Where downloaded and converted models live: $PICO_VLLM_CACHE, else $XDG_CACHE_HOME/pico-vllm, else ~/.cache."""
+    if explicit := os.environ.get("PICO_VLLM_CACHE"):
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "pico-vllm"
+
+
+# ------------------------------------------------------------------------------------------------------- the model
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: base and scaling.
+
+    Source: Su et al. 2021; scaling as in ``transformers.modeling_rope_utils`` 5.x (linear, llama3, yarn).
+    """
+
+    theta: float = 10000.0
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    #: yarn's factor on cos and sin; None = 0.1 ln(factor) + 1.
+    attention_factor: float | None = None
+
+    @classmethod
+    def from_hf_config(cls, config: dict[str, Any]) -> RopeConfig:
+        """Read ``rope_parameters`` (transformers >= 5) or ``rope_theta`` + ``rope_scaling`` (before)."""
+        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+        scaling.pop("type", None)
+        if rope_type not in SUPPORTED_ROPE_TYPES:
+            raise ConfigError(f"rope type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
+        if scaling.pop("partial_rotary_factor", 1.0) != 1.0 or config.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ConfigError("partial_rotary_factor other than 1.0 is not supported")
+        known = {f.name for f in dataclasses.fields(cls)} - {"theta", "rope_type"}
+        if unknown := sorted(set(scaling) - known):
+            raise ConfigError(f"rope scaling has parameters this engine does not implement: {', '.join(unknown)}")
+        if rope_type == "default":
+            scaling = {}
+        elif not scaling.get("original_max_position_embeddings"):
+            scaling["original_max_position_embeddings"] = config.get("max_position_embeddings", 0)
+        if rope_type != "default" and not scaling.get("factor", 0) >= 1.0:
+            raise ConfigError(f"rope type {rope_type!r} needs factor >= 1, got {scaling.get('factor')!r}")
+        return cls(theta=float(theta), rope_type=rope_type, **scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer, and what its checkpoint says about tokens and sampling."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    #: dtype the checkpoint was saved in; ``dtype="auto"`` runs in it.
+    dtype: str = "bfloat16"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    #: temperature, top_k, top_p of ``generation_config.json`` where it asks for sampling; empty = greedy.
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> ModelConfig:
+        """Read ``config.json`` and, where there is one, ``generation_config.json``."""
+        config = _read_json(directory / "config.json")
+        generation_path = directory / "generation_config.json"
+        generation = _read_json(generation_path) if generation_path.is_file() else {}
+        return cls.from_hf_config(config, generation)
+
+    @classmethod
+    def from_hf_config(cls, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+        """Translate a Hugging Face configuration.
+
+        Args:
+            config: the content of ``config.json``.
+            generation: the content of ``generation_config.json``; its eos ids win over the model's.
+
+        Raises:
+            ConfigError: an architecture, activation, rope scaling, quantisation or window this engine doesn't have.
+        """
+        generation = generation or {}
+        architecture = _architecture(config)
+        _refuse_unsupported(config)
+        heads = _positive_int(config, "num_attention_heads")
+        kv_heads = config.get("num_key_value_heads") or heads
+        hidden = _positive_int(config, "hidden_size")
+        head_dim = config.get("head_dim") or hidden // heads
+        if heads % kv_heads:
+            raise ConfigError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        if head_dim % 2:
+            raise ConfigError(f"head_dim={head_dim} must be even for rotary embeddings")
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        is_qwen2 = architecture == "Qwen2ForCausalLM"
+        return cls(
+            architecture=architecture,
+            vocab_size=_positive_int(config, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_positive_int(config, "intermediate_size"),
+            num_hidden_layers=_positive_int(config, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=_positive_int(config, "max_position_embeddings"),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope=RopeConfig.from_hf_config(config),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=is_qwen2 or bool(config.get("attention_bias", False)),
+            attention_output_bias=not is_qwen2 and bool(config.get("attention_bias", False)),
+            mlp_bias=not is_qwen2 and bool(config.get("mlp_bias", False)),
+            dtype=_checkpoint_dtype(config),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            default_sampling=_default_sampling(generation),
+        )
+
+
+#: HF architecture name → the module of ``pico_vllm.models`` that implements it.
+SUPPORTED_ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    names = config.get("architectures") or []
+    for name in names:
+        if name in SUPPORTED_ARCHITECTURES:
+            return str(name)
+    found = ", ".join(names) or f"model_type {config.get('model_type')!r}, and no 'architectures'"
+    raise ConfigError(f"architecture not supported: {found}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
+
+
+def _refuse_unsupported(config: dict[str, Any]) -> None:
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise ConfigError(
+            f"quantised checkpoints are not supported (quant_method {method!r}); use a bf16, fp16 or fp32 one"
+        )
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"hidden_act {activation!r} is not supported; supported: silu")
+    if config.get("use_sliding_window"):
+        raise ConfigError("sliding-window attention is not supported (use_sliding_window is true)")
+
+
+def _checkpoint_dtype(config: dict[str, Any]) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"checkpoint dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+    return name
+
+
+def _default_sampling(generation: dict[str, Any]) -> dict[str, Any]:
+    if not generation.get("do_sample"):
+        return {}
+    return {key: generation[key] for key in ("temperature", "top_k", "top_p") if generation.get(key) is not None}
+
+
+def _positive_int(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"config.json: {key}={value!r} must be a positive integer")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; a model directory holds config.json and *.safetensors") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+# ------------------------------------------------------------------------------------------------------ the engine
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    Attributes:
+        block_size: tokens a block.
+        num_gpu_blocks_override: exactly so many blocks (on any device); None = from the memory budget.
+        kv_cache_memory_bytes: memory budget; None = ``gpu_memory_utilization`` of a GPU after the weights, or on a CPU
+            a quarter of the free memory, at most 4 GiB.
+        gpu_memory_utilization: share of a GPU's memory for weights, activations and KV cache together.
+        enable_prefix_caching: not implemented yet; only False is accepted.
+    """
+
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size={self.block_size!r} must be one of {', '.join(map(str, BLOCK_SIZES))}")
+        _check_at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1, optional=True)
+        _check_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be in (0, 1]")
+        if self.enable_prefix_caching:
+            raise ConfigError("enable_prefix_caching=True is not implemented yet; leave it at False")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What one step may hold.
+
+    Attributes:
+        max_num_seqs: running requests at most.
+        max_num_batched_tokens: new tokens a step at most, prompts and decodes together.
+        max_model_len: prompt + output at most; None = the model's max_position_embeddings.
+        enable_chunked_prefill: cut prompts to the budget; False = a prompt runs whole or waits.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    enable_chunked_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        _check_at_least("max_num_seqs", self.max_num_seqs, 1)
+        _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _check_at_least("max_model_len", self.max_model_len, 1, optional=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How many devices share one model. Only 1 is implemented."""
+
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size!r} is not implemented yet; use 1")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is built from; see ``from_options`` for the flat form that users write.
+
+    Attributes:
+        model: a directory with config.json and safetensors; None = the default model (SmolLM2-135M-Instruct).
+        tokenizer: a directory with tokenizer.json; None = the model's.
+        skip_tokenizer_init: load no tokenizer; prompts are token ids and outputs carry no text.
+        dtype: "auto" (the checkpoint's) or one of ``DTYPES``.
+        load_format: "auto" (safetensors) or "dummy" (seeded random weights; only config.json is read).
+        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
+        backend: which implementations of the ops: "auto", "cpu" (vectorised torch, any device), "reference" (naive).
+        seed: seeds requests that name no seed, and dummy weights.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"
+    load_format: str = "auto"
+    device: str = "auto"
+    backend: str = "auto"
+    seed: int = 0
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("load_format", self.load_format, ("auto", "dummy"))
+        _check_choice("backend", self.backend, BACKENDS)
+        device, _, index = self.device.partition(":")
+        if device not in ("auto", "cpu", "cuda") or (index and not (device == "cuda" and index.isdigit())):
+            raise ConfigError(f"device={self.device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed!r} must be an integer, 0 … 2**63-1")
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Build from flat options: ``EngineConfig.from_options(model="dir", block_size=32)``.
+
+        Raises:
+            ConfigError: an unknown option (the nearest known one is named), or a value out of range.
+        """
+        groups: dict[str, type] = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
+        group_of = {f.name: group for group, kind in groups.items() for f in dataclasses.fields(kind)}
+        top_level = {f.name for f in dataclasses.fields(cls)} - set(groups)
+        values: dict[str, dict[str, Any]] = {group: {} for group in groups}
+        top: dict[str, Any] = {}
+        for name, value in options.items():
+            if name in top_level:
+                top[name] = str(value) if name in ("model", "tokenizer") and value is not None else value
+            elif name in group_of:
+                values[group_of[name]][name] = value
+            else:
+                raise ConfigError(_unknown_option(name, sorted(top_level | set(group_of))))
+        return cls(**top, **{group: kind(**values[group]) for group, kind in groups.items()})
+
+
+def _unknown_option(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"unknown engine option {name!r}; {hint}"
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def _check_at_least(name: str, value: int | None, low: int, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}={value!r} must be an integer >= {low}" + (", or None" if optional else ""))

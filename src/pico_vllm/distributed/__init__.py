@@ -1,0 +1,1 @@
+"""Tensor parallelism: how the ranks of one model combine what each has computed."""

@@ -1,0 +1,118 @@
+"""LLMEngine: the front end. Text in, text out, around an EngineCore that knows only ids.
+
+It resolves the model's files, tokenises and validates, follows every live request, and detokenises. ``LLM`` and the
+CLI drive it; it has no loop of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pico_vllm.config import EngineConfig, ModelConfig, cache_dir
+from pico_vllm.engine.engine_core import EngineCore
+from pico_vllm.engine.input_processor import InputProcessor
+from pico_vllm.engine.output_processor import OutputProcessor
+from pico_vllm.engine.stats import EngineStats
+from pico_vllm.engine.tokenizer import Tokenizer
+from pico_vllm.errors import ConfigError, RequestError
+from pico_vllm.models.default_model import ensure_default_model
+from pico_vllm.request import FinishReason
+from pico_vllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pico_vllm.engine.input_processor import Prompt
+    from pico_vllm.outputs import RequestDelta
+
+
+class LLMEngine:
+    """Requests in, deltas out.
+
+    Args:
+        config: of the engine.
+        progress: called with (what, done, total) while the model is fetched and loaded.
+
+    Raises:
+        ConfigError, WeightLoadError: the model cannot be had, read or run here.
+    """
+
+    def __init__(self, config: EngineConfig, *, progress: Callable[[str, int, int], None] | None = None) -> None:
+        self.config = config
+        self.model_dir = _resolve_model_dir(config.model, progress)
+        self.model_config = ModelConfig.from_directory(self.model_dir)
+        self.tokenizer = self._load_tokenizer()
+        load_progress = None if progress is None else lambda done, total: progress("Loading weights", done, total)
+        self.core = EngineCore(config, self.model_config, self.model_dir, progress=load_progress)
+        self._inputs = InputProcessor(self.tokenizer, self.model_config, self.core.limits, config.seed)
+        self._outputs = OutputProcessor(self.tokenizer)
+        self.stats = EngineStats()
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests added and not ended."""
+        return self._outputs.num_requests
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """What the checkpoint's ``generation_config.json`` asks for (greedy if it doesn't), but for ``overrides``."""
+        defaults: dict[str, Any] = {"temperature": 0.0}
+        return SamplingParams(**(defaults | self.model_config.default_sampling | overrides))
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: unique among live requests.
+            prompt: text or token ids.
+            params: how to sample.
+
+        Raises:
+            RequestError: the request is wrong; the engine and all other requests go on.
+        """
+        if self._outputs.is_live(request_id):
+            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request; choose another")
+        request, text = self._inputs.process(request_id, prompt, params)
+        self.core.add_request(request)
+        self._outputs.add(request, text)
+        self.stats.num_prompt_tokens += request.num_prompt_tokens
+
+    def abort(self, request_id: str) -> RequestDelta | None:
+        """End a request in any state; returns its last delta, or None when it is unknown or has ended."""
+        self.core.abort(request_id)
+        return self._outputs.abort(request_id, FinishReason.ABORT)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return self.core.has_unfinished_requests()
+
+    def step(self) -> list[RequestDelta]:
+        """Run one step; returns what it added to each request that advanced or ended."""
+        start = time.perf_counter()
+        core_outputs = self.core.step()
+        stepped = time.perf_counter()
+        deltas = self._outputs.process(core_outputs)
+        end = time.perf_counter()
+        self.stats.num_output_tokens += sum(len(delta.new_token_ids) for delta in deltas)
+        self.stats.add_step(self.core.last_times, output_s=end - stepped, total_s=end - start)
+        return deltas
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        if self.config.skip_tokenizer_init:
+            return None
+        return Tokenizer.from_directory(Path(self.config.tokenizer) if self.config.tokenizer else self.model_dir)
+
+
+def _resolve_model_dir(model: str | None, progress: Callable[[str, int, int], None] | None) -> Path:
+    if model is None:
+        return ensure_default_model(cache_dir(), progress=progress)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model={model!r} is a file; give a directory with config.json and *.safetensors")
+    raise ConfigError(
+        f"model={model!r} is not a directory; give one with config.json and *.safetensors "
+        "(fetching from a model hub is not implemented yet), or leave it out for the default model"
+    )

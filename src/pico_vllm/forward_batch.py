@@ -1,0 +1,41 @@
+"""ForwardBatch: the device tensors of one step. Built by the worker's InputBuilder, read by models and kernels.
+
+Padding contract: a padded token has slot -1 and is never written; a padded sequence has seq_len 0 and no tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step over S sequences and T tokens; sequences with one new token come first.
+
+    Attributes:
+        input_ids: [T] int32.
+        positions: [T] int32, position of each token in its sequence.
+        slot_mapping: [T] int64, where each token's K and V go: block_id * block_size + offset; -1 = nowhere.
+        block_tables: [S, B] int32, block ids of each sequence; entries past its last block are 0 and never read.
+        query_start_loc: [S + 1] int32; tokens of sequence s are [query_start_loc[s], query_start_loc[s + 1]).
+        seq_lens: [S] int32, tokens of each sequence after this step (cached context + new tokens).
+        logits_indices: [L] int32, the tokens whose logits are wanted.
+        num_decode_reqs: the first sequences, each with exactly one new token.
+        max_query_len: bound of the new tokens of one sequence.
+        max_seq_len: bound of ``seq_lens``. These three are the only host values a kernel launch may depend on.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    logits_indices: torch.Tensor
+    num_decode_reqs: int
+    max_query_len: int
+    max_seq_len: int

@@ -1,0 +1,95 @@
+"""KernelBackend: every op the engine calls, bound to one implementation each.
+
+Layers and the sampler call ``backend.<op>(...)`` and nothing else, so that
+
+- ``dataclasses.replace(CPU, rms_norm=rms_norm_reference)`` swaps one op: a parity failure is bisected by swapping;
+- ``recording(backend, tap)`` sees every call with its arguments and result: the oracle's taps are a backend, not hooks.
+
+``REFERENCE`` is naive and the only oracle; ``CPU`` is vectorised torch, tested against it, and runs on any device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pico_vllm.kernels import attention, embedding, linear, philox, rms_norm, rotary_embedding, sampling, swiglu
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBackend:
+    """The ops; contracts are in the files that implement them.
+
+    ``prepare_attention`` makes what ``store_kv`` and ``paged_attention`` of the same backend take as metadata: swap the
+    three together. ``pack_linear`` likewise belongs to ``linear``, but every ``linear`` accepts every packed weight.
+    """
+
+    name: str
+    embedding: Callable[..., Any]
+    pack_linear: Callable[..., linear.LinearWeight]
+    linear: Callable[..., Any]
+    rms_norm: Callable[..., Any]
+    add_rms_norm: Callable[..., Any]
+    rotary_embedding: Callable[..., None]
+    prepare_attention: Callable[..., Any]
+    store_kv: Callable[..., None]
+    paged_attention: Callable[..., Any]
+    swiglu: Callable[..., Any]
+    greedy: Callable[..., Any]
+    sample: Callable[..., Any]
+    uniform: Callable[..., Any]
+
+
+REFERENCE = KernelBackend(
+    name="reference",
+    embedding=embedding.embedding_reference,
+    pack_linear=linear.pack_linear_dense,
+    linear=linear.linear_reference,
+    rms_norm=rms_norm.rms_norm_reference,
+    add_rms_norm=rms_norm.add_rms_norm_reference,
+    rotary_embedding=rotary_embedding.rotary_embedding_reference,
+    prepare_attention=attention.prepare_attention_reference,
+    store_kv=attention.store_kv_reference,
+    paged_attention=attention.paged_attention_reference,
+    swiglu=swiglu.swiglu_reference,
+    greedy=sampling.greedy_reference,
+    sample=sampling.sample_reference,
+    uniform=philox.uniform_cpu,
+)
+
+CPU = KernelBackend(
+    name="cpu",
+    embedding=embedding.embedding_cpu,
+    pack_linear=linear.pack_linear_cpu,
+    linear=linear.linear_cpu,
+    rms_norm=rms_norm.rms_norm_cpu,
+    add_rms_norm=rms_norm.add_rms_norm_cpu,
+    rotary_embedding=rotary_embedding.rotary_embedding_cpu,
+    prepare_attention=attention.prepare_attention_cpu,
+    store_kv=attention.store_kv_cpu,
+    paged_attention=attention.paged_attention_cpu,
+    swiglu=swiglu.swiglu_cpu,
+    greedy=sampling.greedy_cpu,
+    sample=sampling.sample_cpu,
+    uniform=philox.uniform_cpu,
+)
+
+#: Called after each op: (op name, positional arguments, result). In-place ops have changed their arguments by then.
+Tap = Callable[[str, tuple[Any, ...], Any], None]
+
+
+def recording(backend: KernelBackend, tap: Tap) -> KernelBackend:
+    """A backend that computes what ``backend`` computes and tells ``tap`` about every call."""
+
+    def wrap(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any) -> Any:
+            result = op(*args)
+            tap(name, args, result)
+            return result
+
+        return recorded
+
+    ops = {f.name: wrap(f.name, getattr(backend, f.name)) for f in dataclasses.fields(backend) if f.name != "name"}
+    return dataclasses.replace(backend, name=f"recording({backend.name})", **ops)

@@ -1,0 +1,91 @@
+"""Matrix products with a weight that a backend may keep in a layout of its own.
+
+    y = x W^T + b
+
+Layers hold a ``LinearWeight`` and call ``backend.linear(x, weight)``; they never look inside. So a blocked layout, a
+quantised one or a tuned tile shape fits in later without touching a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """One weight matrix, dense or packed.
+
+    Attributes:
+        in_features, out_features: K and N.
+        dense: [out_features, in_features], or None when only ``packed`` is kept.
+        packed: the backend's own layout of the same matrix, or None.
+        bias: [out_features] or None.
+    """
+
+    in_features: int
+    out_features: int
+    dense: torch.Tensor | None
+    packed: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def to_dense(self) -> torch.Tensor:
+        """The matrix as [out_features, in_features]; unpacks a copy where there is no dense one."""
+        if self.dense is not None:
+            return self.dense
+        assert self.packed is not None
+        return self.packed.to_dense()
+
+
+def pack_linear_dense(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+    """Keep the matrix as it is: no copy, so a tied lm_head shares the embedding's storage."""
+    return LinearWeight(weight.shape[1], weight.shape[0], weight, None, bias)
+
+
+def linear_reference(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """Multiply by the transposed weight and add the bias.
+
+    Args:
+        x: [num_tokens, in_features].
+        weight: of the same dtype.
+
+    Returns:
+        [num_tokens, out_features] in x's dtype; products are summed in fp32 or wider and rounded once.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide) @ weight.to_dense().to(wide).T
+    if weight.bias is not None:
+        y += weight.bias.to(wide)
+    return y.to(x.dtype)
+
+
+def pack_linear_cpu(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+    """Reorder the matrix into oneDNN's blocked layout, where that is faster; the dense one is then dropped.
+
+    Reordering happens once here instead of in every product. All linears and the lm_head of SmolLM2-135M in bf16 on
+    2 cores of an AMD EPYC with AVX512-BF16, dense against packed, in ms: 11.3 / 6.1 at 1 token, 16.4 / 8.2 at 8,
+    24.4 / 14.8 at 32.
+    """
+    if not _can_pack(weight):
+        return pack_linear_dense(weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    return LinearWeight(weight.shape[1], weight.shape[0], None, packed, bias)
+
+
+def linear_cpu(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """``linear_reference`` through oneDNN when the weight is packed, else through torch (any device)."""
+    if weight.packed is None:
+        return torch.nn.functional.linear(x, weight.to_dense(), weight.bias)
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.packed, weight.bias, "none", [], "")
+    return y
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

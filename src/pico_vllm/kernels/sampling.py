@@ -1,0 +1,109 @@
+"""Choosing the next token.
+
+    scores = logits / temperature
+    top-k:  keep every score >= the k-th largest
+    top-p:  of what is left, renormalised, keep every score >= the smallest of the most likely tokens that together
+            reach probability p
+    token:  the first id whose cumulative probability (in the order of ids) exceeds a uniform number in [0, 1)
+
+Both filters are thresholds on the score, so equal scores are kept or dropped together and the result does not depend on
+how a sort breaks ties. The uniform number comes from ``philox``: (seed, sample index, output position).
+Order and meaning of the filters: transformers' ``TemperatureLogitsWarper``, ``TopKLogitsWarper``, ``TopPLogitsWarper``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: How many of the largest scores are looked at for top-p before a full sort.
+_TOP_P_CANDIDATES = 512
+
+
+def greedy_reference(logits: torch.Tensor) -> torch.Tensor:
+    """[num_rows, vocab_size] → [num_rows] int64, the smallest id of the largest logit."""
+    return (logits == logits.amax(dim=-1, keepdim=True)).int().argmax(dim=-1)
+
+
+def greedy_cpu(logits: torch.Tensor) -> torch.Tensor:
+    """``greedy_reference`` in one pass."""
+    return logits.argmax(dim=-1)
+
+
+def sample_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """Sample one token a row, by a full sort in fp64.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        temperature: [num_rows] > 0.
+        top_k: [num_rows] int; <= 0 or >= vocab_size keeps all.
+        top_p: [num_rows] in (0, 1].
+        uniform: [num_rows] fp64 in [0, 1).
+
+    Returns:
+        [num_rows] int64.
+    """
+    chosen = []
+    for row in range(logits.shape[0]):
+        # The scores are rounded to fp32 once, as in every other implementation: thresholds compare equal numbers.
+        scores = (logits[row].float() / temperature[row].float()).double()
+        ordered = scores.sort(descending=True).values
+        k = int(top_k[row])
+        if 0 < k < scores.numel():
+            ordered = ordered[ordered >= ordered[k - 1]]
+        cumulative = ordered.softmax(dim=0).cumsum(dim=0)
+        if float(top_p[row]) < 1.0:
+            needed = int((cumulative < float(top_p[row])).sum()) + 1
+            ordered = ordered[: min(needed, ordered.numel())]
+        kept = scores >= ordered[-1]
+        weights = torch.where(kept, (scores - ordered[0]).exp(), 0.0)
+        chosen.append(_pick(weights[None], uniform[row : row + 1])[0])
+    return torch.stack(chosen)
+
+
+def sample_cpu(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """``sample_reference`` for all rows at once; sorts only where the top-p set is larger than 512 tokens."""
+    scores = logits.float() / temperature[:, None].float()  # [num_rows, vocab_size]
+    vocab_size = scores.shape[1]
+    limits_k = (top_k > 0) & (top_k < vocab_size)
+    if bool(limits_k.any()):
+        k = torch.where(limits_k, top_k, 1).long()
+        largest = scores.topk(int(k.max()), dim=-1).values
+        threshold = largest.gather(1, k[:, None] - 1)
+        scores = scores.masked_fill(limits_k[:, None] & (scores < threshold), float("-inf"))
+    if bool((top_p < 1.0).any()):
+        scores = scores.masked_fill(scores < _top_p_threshold(scores, top_p)[:, None], float("-inf"))
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).double().exp()
+    return _pick(weights, uniform)
+
+
+def _top_p_threshold(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Smallest kept score of each row, [num_rows]; -inf where top_p is 1."""
+    normalizer = scores.double().logsumexp(dim=-1, keepdim=True)
+    for candidates in (min(_TOP_P_CANDIDATES, scores.shape[1]), scores.shape[1]):
+        largest = scores.topk(candidates, dim=-1).values
+        cumulative = (largest.double() - normalizer).exp().cumsum(dim=-1)
+        needed = (cumulative < top_p[:, None].double()).sum(dim=-1, keepdim=True)  # index of the last kept one
+        unlimited = top_p >= 1.0
+        if bool((unlimited | (needed[:, 0] < candidates)).all()):
+            break
+    threshold = largest.gather(1, needed.clamp(max=largest.shape[1] - 1))[:, 0]
+    return torch.where(unlimited, float("-inf"), threshold)
+
+
+def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """First id whose cumulative weight exceeds uniform * total; weights [num_rows, vocab_size] fp64."""
+    cumulative = weights.cumsum(dim=-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=weights.shape[1] - 1)

@@ -1,0 +1,59 @@
+"""Self-attention over the paged KV cache: project, rotate, store, attend, project back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from pico_vllm.kernels.backend import KernelBackend
+    from pico_vllm.layers.linear import Linear
+
+
+class SelfAttention:
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        qkv_proj: hidden → [query heads | key heads | value heads], one product.
+        o_proj: heads → hidden, a partial sum.
+        num_heads, num_kv_heads, head_dim: of this rank.
+    """
+
+    def __init__(
+        self,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        backend: KernelBackend,
+    ) -> None:
+        self.qkv_proj = qkv_proj
+        self.o_proj = o_proj
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self._backend = backend
+
+    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """Attend from the step's tokens to their sequences.
+
+        Args:
+            x: [num_tokens, hidden_size], normalised.
+            cos_sin: [num_tokens, head_dim].
+            kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]; this step's K and V are written into it.
+            metadata: of the backend, for this step.
+
+        Returns:
+            [num_tokens, hidden_size], this rank's partial sum.
+        """
+        num_tokens = x.shape[0]
+        split = self.num_heads + self.num_kv_heads
+        heads = self.qkv_proj(x).view(num_tokens, split + self.num_kv_heads, self.head_dim)
+        self._backend.rotary_embedding(heads[:, :split], cos_sin)
+        self._backend.store_kv(heads[:, self.num_heads : split], heads[:, split:], kv_cache, metadata)
+        attended = self._backend.paged_attention(heads[:, : self.num_heads], kv_cache, metadata, self.scale)
+        return self.o_proj(attended.view(num_tokens, self.num_heads * self.head_dim))

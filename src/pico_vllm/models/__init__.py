@@ -1,0 +1,1 @@
+"""Model definitions as the papers read, and how checkpoints become their parameters."""

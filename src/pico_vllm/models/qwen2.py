@@ -1,0 +1,173 @@
+"""Qwen2 and Qwen2.5: a pre-norm decoder with grouped-query attention, rotary positions and a gated feed-forward.
+
+Reads top down: parameters, one layer, the whole model. Holds no request state: everything a step needs comes in a
+``ForwardBatch``. Source: Yang et al. 2024 (Qwen2 technical report); ``Qwen2ForCausalLM`` of transformers 5.x.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from pico_vllm.kernels.attention import AttentionInputs, KVCacheShape
+from pico_vllm.kernels.linear import LinearWeight
+from pico_vllm.layers.attention import SelfAttention
+from pico_vllm.layers.embedding import LMHead, VocabEmbedding
+from pico_vllm.layers.linear import Linear
+from pico_vllm.layers.mlp import GatedMLP
+from pico_vllm.layers.norm import RMSNorm
+from pico_vllm.layers.rotary_embedding import RotaryEmbedding
+from pico_vllm.models.weights import LinearSpec, Parameters, ParameterSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pico_vllm.config import ModelConfig
+    from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
+    from pico_vllm.forward_batch import ForwardBatch
+    from pico_vllm.kernels.backend import KernelBackend
+
+_T = TypeVar("_T", torch.Tensor, LinearWeight)
+
+
+class Qwen2DecoderLayer:
+    """Attention and feed-forward, each on the normalised residual stream and added back to it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        parameters: Parameters,
+        backend: KernelBackend,
+        group: TensorParallelGroup,
+    ) -> None:
+        def linear(name: str) -> Linear:
+            return Linear(_get(parameters, f"layers.{index}.{name}", LinearWeight), backend)
+
+        def norm(name: str) -> RMSNorm:
+            weight = _get(parameters, f"layers.{index}.{name}", torch.Tensor)
+            return RMSNorm(weight, config.rms_norm_eps, backend, group)
+
+        self.input_layernorm = norm("input_layernorm")
+        self.self_attn = SelfAttention(
+            linear("qkv_proj"),
+            linear("o_proj"),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            backend=backend,
+        )
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.mlp = GatedMLP(linear("gate_up_proj"), linear("down_proj"), backend)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, cos_sin: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer.
+
+        Args:
+            x: [num_tokens, hidden_size], normalised by ``input_layernorm``.
+            residual: [num_tokens, hidden_size].
+            cos_sin: [num_tokens, head_dim].
+            kv_cache: of this layer; written in place.
+            metadata: of the backend, for this step.
+
+        Returns:
+            (partial sum of the feed-forward, residual after attention): the next norm adds them.
+        """
+        attended = self.self_attn(x, cos_sin, kv_cache, metadata)
+        x, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(x), residual
+
+
+class Qwen2ForCausalLM:
+    """The whole model."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        *,
+        max_model_len: int,
+        backend: KernelBackend,
+        group: TensorParallelGroup,
+    ) -> None:
+        self.config = config
+        self._backend = backend
+        embedding = _get(parameters, "embed_tokens", torch.Tensor)
+        self.embed_tokens = VocabEmbedding(embedding, backend)
+        self.rotary_emb = RotaryEmbedding(
+            config.rope, config.head_dim, max_model_len, embedding.dtype, embedding.device
+        )
+        self.layers = [
+            Qwen2DecoderLayer(config, i, parameters, backend, group) for i in range(config.num_hidden_layers)
+        ]
+        self.norm = RMSNorm(_get(parameters, "norm", torch.Tensor), config.rms_norm_eps, backend, group)
+        self.lm_head = LMHead(_get(parameters, "lm_head", LinearWeight), backend, group)
+
+    def __call__(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Run one step; writes the new tokens' K and V into ``kv_caches``.
+
+        Args:
+            batch: tokens, positions and lengths of the step.
+            kv_caches: one [num_blocks, 2, num_kv_heads, block_size, head_dim] a layer.
+
+        Returns:
+            Logits [num_rows, vocab_size] of the tokens in ``batch.logits_indices``.
+        """
+        metadata = self._backend.prepare_attention(
+            AttentionInputs(
+                slot_mapping=batch.slot_mapping,
+                block_tables=batch.block_tables,
+                query_start_loc=batch.query_start_loc,
+                seq_lens=batch.seq_lens,
+                num_decode_reqs=batch.num_decode_reqs,
+                max_query_len=batch.max_query_len,
+                max_seq_len=batch.max_seq_len,
+            ),
+            KVCacheShape(num_kv_heads=self.config.num_key_value_heads, block_size=kv_caches[0].shape[3]),
+        )
+        cos_sin = self.rotary_emb(batch.positions)
+        residual = self.embed_tokens(batch.input_ids)
+        x = self.layers[0].input_layernorm(residual)
+        next_norms = [layer.input_layernorm for layer in self.layers[1:]] + [self.norm]
+        for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
+            partial, residual = layer(x, residual, cos_sin, kv_cache, metadata)
+            x, residual = next_norm.add(partial, residual)
+        return self.lm_head(x.index_select(0, batch.logits_indices))
+
+    @classmethod
+    def parameter_specs(cls, config: ModelConfig) -> list[ParameterSpec]:
+        """What the checkpoint must hold, and how it is fused: q, k, v into qkv_proj; gate and up into gate_up_proj."""
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        q_size, kv_size, ffn = heads * config.head_dim, kv_heads * config.head_dim, config.intermediate_size
+        specs: list[ParameterSpec] = [
+            TensorSpec("embed_tokens", "model.embed_tokens.weight", (config.vocab_size, hidden))
+        ]
+        for i in range(config.num_hidden_layers):
+            ours, theirs = f"layers.{i}", f"model.layers.{i}"
+            qkv = tuple(f"{theirs}.self_attn.{name}_proj" for name in "qkv")
+            gate_up = (f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj")
+            specs += [
+                TensorSpec(f"{ours}.input_layernorm", f"{theirs}.input_layernorm.weight", (hidden,)),
+                LinearSpec(f"{ours}.qkv_proj", qkv, (q_size, kv_size, kv_size), hidden, config.qkv_bias),
+                LinearSpec(
+                    f"{ours}.o_proj", (f"{theirs}.self_attn.o_proj",), (hidden,), q_size, config.attention_output_bias
+                ),
+                TensorSpec(f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm.weight", (hidden,)),
+                LinearSpec(f"{ours}.gate_up_proj", gate_up, (ffn, ffn), hidden, config.mlp_bias),
+                LinearSpec(f"{ours}.down_proj", (f"{theirs}.mlp.down_proj",), (hidden,), ffn, config.mlp_bias),
+            ]
+        tied_to = "embed_tokens" if config.tie_word_embeddings else None
+        specs += [
+            TensorSpec("norm", "model.norm.weight", (hidden,)),
+            LinearSpec("lm_head", ("lm_head",), (config.vocab_size,), hidden, tied_to=tied_to),
+        ]
+        return specs
+
+
+def _get(parameters: Parameters, name: str, kind: type[_T]) -> _T:
+    parameter = parameters[name]
+    assert isinstance(parameter, kind), f"{name} is a {type(parameter).__name__}"
+    return parameter

@@ -1,0 +1,108 @@
+"""Request: one generation as the scheduler sees it. No tensors, no blocks, no text.
+
+Only the scheduler writes the mutable fields. The front end keeps its own record (prompt text, detokenizer).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pico_vllm.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. WAITING covers new and preempted requests alike: both have KV to compute."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the values are those of the OpenAI API where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Request:
+    """One generation.
+
+    Args:
+        request_id: unique among the live requests of an engine.
+        prompt_token_ids: at least one id.
+        params: how to sample and when to stop; ``params.max_tokens`` has been resolved by the front end (never None).
+        seed: the seed that keys this request's samples (``params.seed``, or one drawn by the front end).
+        eos_token_ids: ids that end the request unless ``params.ignore_eos``.
+    """
+
+    __slots__ = (
+        "max_tokens",
+        "num_computed_tokens",
+        "num_inflight_tokens",
+        "num_preemptions",
+        "num_prefill_tokens",
+        "num_prompt_tokens",
+        "output_token_ids",
+        "params",
+        "prompt_token_ids",
+        "request_id",
+        "seed",
+        "status",
+        "stop_token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        assert len(prompt_token_ids) > 0, "the front end refuses empty prompts"
+        assert params.max_tokens is not None, "the front end resolves max_tokens=None"
+        self.request_id = request_id
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.params = params
+        #: Output tokens at most; the scheduler lowers it to what max_model_len leaves.
+        self.max_tokens: int = params.max_tokens
+        self.seed = seed
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        )
+        self.status = RequestStatus.WAITING
+        self.output_token_ids: list[int] = []
+        #: Tokens whose KV is in the cache. A prefix hit, a finished chunk and KV from elsewhere all just raise it.
+        self.num_computed_tokens = 0
+        #: Tokens that are scheduled but not back yet; 0 between steps of the plain (not overlapped) loop.
+        self.num_inflight_tokens = 0
+        #: Tokens known when the request was last admitted: the worker's row began with them and samples the later ones.
+        self.num_prefill_tokens = 0
+        self.num_preemptions = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Ids of positions [start, end) over prompt and output."""
+        split = self.num_prompt_tokens
+        if end <= split:
+            return self.prompt_token_ids[start:end]
+        output = tuple(self.output_token_ids[max(start - split, 0) : end - split])
+        return self.prompt_token_ids[start:split] + output if start < split else output
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, "
+            f"output={len(self.output_token_ids)}, computed={self.num_computed_tokens})"
+        )

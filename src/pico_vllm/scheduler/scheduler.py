@@ -1,0 +1,334 @@
+"""Scheduler: first come, first served continuous batching under a token budget, on a pool of KV blocks.
+
+It owns the queues and the requests' mutable fields; blocks are KVCacheManager's. It knows neither tensors nor text. The
+engine core calls, in this order: ``schedule``, the worker's step, ``update_from_output``; ``add`` and ``abort`` may
+come at any time between two calls.
+
+There is no prefill phase and no decode phase: in each step a request's ``num_computed_tokens`` catches up with its
+``num_tokens``, as far as the budget goes. A new prompt, the next chunk of one, a decode and the recomputation after a
+preemption are one case.
+
+Order. All running requests came before all waiting ones, and both queues are in order of arrival: requests are admitted
+from the front of the waiting queue, and a preempted request (always the newest running one) returns to that front.
+
+Rows. The worker has a row for exactly the running requests. A request that leaves them is named once in the next
+SchedulerOutput's ``dropped_request_ids``, before anyone takes its place, so there are never more than ``max_num_seqs``
+rows. An engine that has become idle leaves the last rows (that many at most) where they are until its next step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+from pico_vllm.errors import ConfigError, RequestError
+from pico_vllm.outputs import EngineCoreOutput
+from pico_vllm.request import FinishReason, Request, RequestStatus
+from pico_vllm.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+
+if TYPE_CHECKING:
+    from pico_vllm.kv_cache import KVCacheManager
+    from pico_vllm.scheduler_output import ModelRunnerOutput
+
+
+class Scheduler:
+    """Decides what each step computes.
+
+    Args:
+        kv_cache_manager: the only source of blocks.
+        max_num_seqs: running requests at most.
+        max_num_batched_tokens: new tokens a step at most, prompts and decodes together.
+        max_model_len: prompt + output tokens of a request at most.
+        enable_chunked_prefill: cut a prompt to what the budget leaves; False = it waits until it fits whole.
+
+    Raises:
+        ConfigError: a limit is below 1, or no step could hold the longest prompt and prompts may not be cut.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv_cache_manager: KVCacheManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_chunked_prefill: bool = True,
+    ) -> None:
+        if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
+            raise ConfigError(
+                f"max_num_seqs={max_num_seqs}, max_num_batched_tokens={max_num_batched_tokens} and "
+                f"max_model_len={max_model_len} must be at least 1"
+            )
+        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"without chunked prefill a step must hold the longest prompt, but max_num_batched_tokens="
+                f"{max_num_batched_tokens} is below max_model_len={max_model_len}: raise the one, lower the other, or "
+                "set enable_chunked_prefill=True"
+            )
+        self._kv_cache_manager = kv_cache_manager
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._enable_chunked_prefill = enable_chunked_prefill
+        self._waiting: OrderedDict[str, Request] = OrderedDict()  # in order of arrival, removal in O(1)
+        self._running: dict[str, Request] = {}  # in order of admission, which is the order of arrival
+        self._dropped_request_ids: list[str] = []
+        #: Steps handed out and not back yet, oldest first, with the requests of ``scheduled`` in the same order. By
+        #: identity: an id may be used again while the output of its former owner is on its way.
+        self._inflight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        #: Preemptions since the start.
+        self.num_preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks and a row in the worker."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were added or preempted and hold nothing."""
+        return len(self._waiting)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt + output tokens the longest possible request has; the KV of its last token is never stored."""
+        return min(self._max_model_len, self._kv_cache_manager.max_tokens + 1)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self._running or self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request; lowers its ``max_tokens`` to what ``max_model_len`` leaves.
+
+        Raises:
+            RequestError: its id is in use, or it could not finish even if it were alone.
+        """
+        if request.request_id in self._waiting or request.request_id in self._running:
+            raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request: choose another")
+        request.max_tokens = self._checked_max_tokens(request)
+        self._waiting[request.request_id] = request
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in any state, with no further output; its blocks are free at once.
+
+        That is safe while a step with it is on the device: a block can only be given away by a later ``schedule``, and
+        the worker runs steps in the order in which they were scheduled.
+
+        Returns:
+            False for a request that is unknown or finished: nothing happened.
+        """
+        if request := self._waiting.pop(request_id, None):
+            request.status = RequestStatus.FINISHED
+            return True
+        if request := self._running.pop(request_id, None):
+            self._release(request, RequestStatus.FINISHED)
+            return True
+        return False
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan one step and give it its blocks.
+
+        The worker must see each result that schedules or drops anything. Nothing is scheduled only if nothing is
+        unfinished, or if everything waits for the output of a step in flight.
+        """
+        step = _Step(self._max_num_batched_tokens)
+        if self._schedule_running(step):
+            self._schedule_waiting(step)
+        output = SchedulerOutput(
+            scheduled=(*step.decodes, *step.chunks),
+            num_decode_reqs=len(step.decodes),
+            num_tokens=self._max_num_batched_tokens - step.budget,
+            dropped_request_ids=tuple(self._dropped_request_ids),
+        )
+        self._dropped_request_ids.clear()
+        if output.scheduled:
+            self._inflight.append((output, step.decode_requests + step.chunk_requests))
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        """Take in what a step computed and sampled; steps come back in the order in which they were scheduled.
+
+        Returns:
+            New tokens, in the order of ``scheduler_output.scheduled``; a request appears when it has any. What came
+            back for a request that was aborted or preempted meanwhile is discarded.
+        """
+        if not scheduler_output.scheduled:
+            return []
+        inflight_output, requests = self._inflight.popleft()
+        assert inflight_output is scheduler_output, "steps must come back in the order of schedule()"
+        outputs: list[EngineCoreOutput] = []
+        steps = zip(scheduler_output.scheduled, requests, runner_output.token_ids, strict=True)
+        for scheduled, request, token_ids in steps:
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            request.num_computed_tokens += scheduled.num_new_tokens
+            request.num_inflight_tokens -= scheduled.num_new_tokens
+            assert len(token_ids) == scheduled.samples, f"{scheduled} came back with {token_ids}"
+            if token_ids:
+                outputs.append(self._append_token(request, token_ids))
+        return outputs
+
+    def _schedule_running(self, step: _Step) -> bool:
+        """Give each running request its share, oldest first; False when one had to be preempted.
+
+        The newest running request loses its blocks first. It stands behind the one that needs them, so it has no share
+        of this step yet; or it is that one, and then none is behind it.
+        """
+        num_preemptions = self.num_preemptions
+        for request in list(self._running.values()):
+            if step.budget == 0 or request.status is not RequestStatus.RUNNING:
+                break
+            start = request.num_computed_tokens + request.num_inflight_tokens
+            num_new_tokens = min(request.num_tokens - start, step.budget)
+            if num_new_tokens <= 0:
+                continue  # its next token is in flight
+            block_ids = self._allocate_or_preempt(request, start + num_new_tokens)
+            if block_ids is None:
+                break
+            step.add(request, start, num_new_tokens, block_ids)
+        return self.num_preemptions == num_preemptions
+
+    def _allocate_or_preempt(self, request: Request, num_tokens_total: int) -> tuple[int, ...] | None:
+        """Blocks for a running request, at the newest ones' cost; None when it was the newest itself."""
+        while True:
+            block_ids = self._kv_cache_manager.allocate_slots(request.request_id, num_tokens_total)
+            if block_ids is not None:
+                return block_ids
+            _, newest = self._running.popitem()
+            self._preempt(newest)
+            if newest is request:
+                return None
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        """Admit from the front of the queue; the first that can't be admitted stops everyone behind it."""
+        while self._waiting and len(self._running) < self._max_num_seqs and step.budget > 0:
+            if not self._try_admit(next(iter(self._waiting.values())), step):
+                break
+
+    def _try_admit(self, request: Request, step: _Step) -> bool:
+        """Start a new or preempted request if its known tokens fit and everyone can still grow by a block.
+
+        All its known tokens get their slots now, though the budget may cut them into chunks: blocks that a prompt under
+        way counts on can't be given to others. The headroom is one free block for each request that would run, this
+        one included: a request fills at most one block in ``block_size`` steps, so after an admission that many steps
+        go by before anyone can be preempted. Without it a full cache would admit a request, compute its prompt and
+        throw it out again at the next block boundary of any other, over and over. With nothing running all blocks are
+        free and ``add`` has made sure that they are enough, so the front of the queue always gets in: no deadlock.
+        """
+        num_computed_tokens = self._kv_cache_manager.get_num_computed_tokens(request)
+        num_tokens = request.num_tokens
+        num_new_tokens = num_tokens - num_computed_tokens
+        if num_new_tokens > step.budget:
+            if not self._enable_chunked_prefill:
+                return False
+            num_new_tokens = step.budget
+        headroom = len(self._running) + 1 if self._running else 0
+        if self._kv_cache_manager.allocate_slots(request.request_id, num_tokens, headroom=headroom) is None:
+            assert self._running, f"{request} doesn't fit an empty cache"
+            return False
+        del self._waiting[request.request_id]
+        self._running[request.request_id] = request
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_computed_tokens
+        request.num_prefill_tokens = num_tokens
+        block_ids = self._kv_cache_manager.block_table(request.request_id)
+        row = NewRequestData(params=request.params, seed=request.seed, num_prompt_tokens=request.num_prompt_tokens)
+        step.add(request, num_computed_tokens, num_new_tokens, block_ids, row)
+        return True
+
+    def _append_token(self, request: Request, token_ids: tuple[int, ...]) -> EngineCoreOutput:
+        """Append the sampled token and end the request if that was its last; STOP wins over LENGTH."""
+        (token_id,) = token_ids
+        request.output_token_ids.append(token_id)
+        if token_id in request.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(request.output_token_ids) >= request.max_tokens:
+            reason = FinishReason.LENGTH
+        else:
+            return EngineCoreOutput(request.request_id, token_ids)
+        del self._running[request.request_id]
+        self._release(request, RequestStatus.FINISHED)
+        asked_for = reason is FinishReason.STOP and token_id in request.params.stop_token_ids
+        return EngineCoreOutput(request.request_id, token_ids, reason, token_id if asked_for else None)
+
+    def _preempt(self, request: Request) -> None:
+        """Send a request that has just left the running ones to the front of the queue, to be computed anew."""
+        self._release(request, RequestStatus.WAITING)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting[request.request_id] = request
+        self._waiting.move_to_end(request.request_id, last=False)
+
+    def _release(self, request: Request, status: RequestStatus) -> None:
+        """Take blocks and row from a request that has just left the running ones."""
+        request.status = status
+        request.num_inflight_tokens = 0
+        self._kv_cache_manager.free(request.request_id)
+        self._dropped_request_ids.append(request.request_id)
+
+    def _checked_max_tokens(self, request: Request) -> int:
+        """Output tokens a request may have; raises RequestError when it can't have one, or can't fit the cache."""
+        num_prompt_tokens = request.num_prompt_tokens
+        if num_prompt_tokens >= self._max_model_len:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens and max_model_len={self._max_model_len} leaves no room for "
+                f"an answer: shorten it to {self._max_model_len - 1} tokens or raise max_model_len"
+            )
+        max_tokens = min(request.max_tokens, self._max_model_len - num_prompt_tokens)
+        num_slots = num_prompt_tokens + max_tokens - 1
+        capacity = self._kv_cache_manager.max_tokens
+        if num_slots > capacity:
+            block_size = self._kv_cache_manager.block_size
+            room = capacity + 1 - num_prompt_tokens
+            remedy = f"lower max_tokens to {room}" if room > 0 else f"shorten the prompt to at most {capacity} tokens"
+            raise RequestError(
+                f"a prompt of {num_prompt_tokens} tokens with up to {max_tokens} output tokens needs "
+                f"{-(-num_slots // block_size)} KV cache blocks of {block_size} tokens, and the whole cache has "
+                f"{self._kv_cache_manager.num_blocks}: {remedy}, or give the cache more memory"
+            )
+        return max_tokens
+
+
+class _Step:
+    """One step while it is planned: what is left of the budget, and the shares, those of one token apart."""
+
+    __slots__ = ("budget", "chunk_requests", "chunks", "decode_requests", "decodes")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.decodes: list[ScheduledRequest] = []
+        self.decode_requests: list[Request] = []
+        self.chunks: list[ScheduledRequest] = []
+        self.chunk_requests: list[Request] = []
+
+    def add(
+        self,
+        request: Request,
+        start: int,
+        num_new_tokens: int,
+        new_block_ids: tuple[int, ...],
+        new_request: NewRequestData | None = None,
+    ) -> None:
+        """Schedule positions [start, start + num_new_tokens) of a request that has slots for them."""
+        end = start + num_new_tokens
+        scheduled = ScheduledRequest(
+            request.request_id,
+            () if start >= request.num_prefill_tokens else request.token_ids(start, end),
+            start,
+            num_new_tokens,
+            new_block_ids,
+            end == request.num_tokens,
+            new_request,
+        )
+        request.num_inflight_tokens += num_new_tokens
+        self.budget -= num_new_tokens
+        if num_new_tokens == 1:
+            self.decodes.append(scheduled)
+            self.decode_requests.append(request)
+        else:
+            self.chunks.append(scheduled)
+            self.chunk_requests.append(request)

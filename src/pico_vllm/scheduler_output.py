@@ -1,0 +1,61 @@
+"""The host hand-over: what the scheduler tells the worker to run, and what comes back.
+
+Scheduler and worker never import each other; they meet here. Everything is plain Python, cheap to send to another
+process. The worker keeps a device row a request, so only what is new is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pico_vllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequestData:
+    """What the worker must know of a request the first time it runs, and again after a preemption."""
+
+    params: SamplingParams
+    seed: int
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: positions [num_computed_tokens, num_computed_tokens + num_new_tokens)."""
+
+    request_id: str
+    #: Ids of the new positions; ``()`` = the last sampled ids, which the worker has on the device.
+    new_token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    num_new_tokens: int
+    #: Blocks to append to the request's block table.
+    new_block_ids: tuple[int, ...]
+    #: Whether the last new position's logits are wanted (False for a chunk that ends inside the known tokens).
+    samples: bool
+    #: Set when the worker has no row for this request (new, or resumed after preemption: the row starts empty).
+    new_request: NewRequestData | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. Requests with one new token come first; ``num_decode_reqs`` counts them."""
+
+    scheduled: tuple[ScheduledRequest, ...]
+    num_decode_reqs: int
+    num_tokens: int
+    #: Requests that finished, were aborted or preempted since the last step: the worker drops their rows *before*
+    #: it looks at ``scheduled`` (a request may be dropped and resumed in one step).
+    dropped_request_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """Sampled ids, in the order of ``SchedulerOutput.scheduled``; () where nothing was sampled.
+
+    A tuple of ids a request: one today, more under speculation.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]

@@ -1,0 +1,40 @@
+"""UniProcExecutor: the engine core's handle on the devices; here one runner in the same process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pico_vllm.worker.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pico_vllm.config import EngineConfig, ModelConfig
+    from pico_vllm.models.weights import Progress
+    from pico_vllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+
+class UniProcExecutor:
+    """Runs steps on one device."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model_dir: Path,
+        *,
+        max_model_len: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self.runner = ModelRunner(config, model_config, model_dir, max_model_len=max_model_len, progress=progress)
+        #: Learned from the memory that was left; the engine passes it on to the KV cache manager.
+        self.num_blocks = self.runner.num_blocks
+
+    @property
+    def last_forward_s(self) -> float:
+        """Seconds of the last step's forward pass and sampling."""
+        return self.runner.last_forward_s
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step and wait for its sampled ids."""
+        return self.runner.execute(step)

@@ -1,0 +1,153 @@
+"""ModelRunner: owns the model, the KV tensors and the rows of one device, and runs one step at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
+from pico_vllm.errors import ConfigError
+from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
+from pico_vllm.models.registry import model_class
+from pico_vllm.models.weights import ParameterPlace, SafetensorsCheckpoint, dummy_parameters, load_parameters
+from pico_vllm.scheduler_output import ModelRunnerOutput
+from pico_vllm.worker.input_builder import InputBuilder
+from pico_vllm.worker.kv_cache_memory import allocate_kv_caches, resolve_num_blocks
+from pico_vllm.worker.sampler import Sampler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pico_vllm.config import EngineConfig, ModelConfig
+    from pico_vllm.models.weights import Parameters, Progress
+    from pico_vllm.scheduler_output import SchedulerOutput
+    from pico_vllm.worker.input_builder import SamplingBatch
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class ModelRunner:
+    """One device's share of the engine.
+
+    Args:
+        config: of the engine.
+        model_config: of the model.
+        model_dir: where its checkpoint is.
+        max_model_len: positions a sequence may have.
+        progress: called with (parameters loaded, parameters in all).
+
+    Raises:
+        ConfigError: the device, dtype or memory asked for is not there.
+        WeightLoadError: the checkpoint is not the model's.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model_dir: Path,
+        *,
+        max_model_len: int,
+        progress: Progress | None = None,
+    ) -> None:
+        start = time.perf_counter()
+        self.model_config = model_config
+        self.device = resolve_device(config.device)
+        self.dtype = _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
+        self._max_model_len = max_model_len
+        backend = REFERENCE if config.backend == "reference" else CPU
+        self._parameters = self._load_parameters(config, model_dir, backend, progress)
+        self.set_backend(backend)
+
+        block_size = config.cache.block_size
+        max_blocks_per_seq = -(-max_model_len // block_size)
+        self.num_blocks = resolve_num_blocks(
+            config.cache,
+            model_config,
+            dtype=self.dtype,
+            device=self.device,
+            max_useful_blocks=config.scheduler.max_num_seqs * max_blocks_per_seq,
+        )
+        self.kv_caches = allocate_kv_caches(
+            model_config, num_blocks=self.num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
+        )
+        self._rows = InputBuilder(config.scheduler.max_num_seqs, max_blocks_per_seq, block_size, self.device)
+        #: Seconds of the last step's forward pass and sampling on the host clock, the wait for the ids included.
+        self.last_forward_s = 0.0
+        logger.info(
+            "%s on %s, %s, backend %s, %d KV blocks of %d tokens, ready in %.2f s",
+            model_config.architecture, self.device, self.dtype, self.backend.name, self.num_blocks, block_size,
+            time.perf_counter() - start,
+        )  # fmt: skip
+
+    @property
+    def num_rows(self) -> int:
+        """Requests the device holds a row for."""
+        return self._rows.num_rows
+
+    def set_backend(self, backend: KernelBackend) -> None:
+        """Run with other ops from the next step on; parameters and KV cache stay. For recording and bisecting."""
+        self.backend = backend
+        self._model = model_class(self.model_config.architecture)(
+            self.model_config,
+            self._parameters,
+            max_model_len=self._max_model_len,
+            backend=backend,
+            group=TensorParallelGroup(backend),
+        )
+        self._sampler = Sampler(backend)
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step: build inputs, forward, sample, and wait for the sampled ids."""
+        if not step.scheduled:  # nothing runs, but rows may have to go
+            self._rows.drop(step.dropped_request_ids)
+            self.last_forward_s = 0.0
+            return ModelRunnerOutput(())
+        batch, sampling = self._rows.build(step)
+        built = time.perf_counter()
+        logits = self._model(batch, self.kv_caches)
+        token_ids = self._sample(logits, sampling)
+        self.last_forward_s = time.perf_counter() - built
+        sampled = iter(token_ids)
+        return ModelRunnerOutput(tuple((next(sampled),) if r.samples else () for r in step.scheduled))
+
+    def _sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> list[int]:
+        if logits.shape[0] == 0:
+            return []
+        token_ids = self._sampler(logits, sampling)
+        self._rows.record_sampled(sampling.rows, token_ids)
+        ids: list[int] = token_ids.tolist()
+        return ids
+
+    def _load_parameters(
+        self, config: EngineConfig, model_dir: Path, backend: KernelBackend, progress: Progress | None
+    ) -> Parameters:
+        specs = model_class(self.model_config.architecture).parameter_specs(self.model_config)
+        place = ParameterPlace(self.dtype, self.device, backend.pack_linear)
+        if config.load_format == "dummy":
+            return dummy_parameters(specs, place, seed=config.seed, progress=progress)
+        with SafetensorsCheckpoint(model_dir) as checkpoint:
+            return load_parameters(specs, checkpoint, place, progress=progress)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Find the device; "auto" is a GPU where torch sees one, else the CPU.
+
+    Raises:
+        ConfigError: a GPU is asked for that torch doesn't see.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device={name!r}: torch sees {count} GPU(s) here; use device='cpu'")
+        device = torch.device("cuda", device.index or 0)
+    return device

@@ -1,0 +1,274 @@
+"""Scheduler, manager and pool under arbitrary traffic, beside a worker that knows only what the protocol tells it.
+
+The worker's model is a checksum over the tokens it finds in a request's slots, so that a wrong id, position, slot or
+block table anywhere in the past changes what is generated. Whatever happens, each request must get the tokens it would
+have got alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pico_vllm.errors import RequestError
+from pico_vllm.kv_cache import KVCacheManager
+from pico_vllm.request import FinishReason, Request, RequestStatus
+from pico_vllm.sampling_params import SamplingParams
+from pico_vllm.scheduler import Scheduler
+from pico_vllm.scheduler_output import ModelRunnerOutput
+
+VOCAB_SIZE = 50
+EOS = 0
+STOP = 1
+
+
+def next_token(token_ids, seed):
+    return zlib.crc32(bytes(token_ids), seed) % VOCAB_SIZE
+
+
+def generate_alone(request, max_model_len):
+    """What a request gets from an engine of its own: (token ids, finish reason, stop reason)."""
+    params = request.params
+    token_ids, output = list(request.prompt_token_ids), []
+    while True:
+        token = next_token(token_ids, request.seed)
+        token_ids.append(token)
+        output.append(token)
+        if token in params.stop_token_ids:
+            return output, FinishReason.STOP, token
+        if token == EOS and not params.ignore_eos:
+            return output, FinishReason.STOP, None
+        if len(output) == params.max_tokens or len(token_ids) == max_model_len:
+            return output, FinishReason.LENGTH, None
+
+
+@dataclass
+class Row:
+    seed: int
+    num_prompt_tokens: int
+    num_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    last_sampled: tuple[int, int] | None = None  # position, token id
+
+
+class FakeWorker:
+    """Rows and slots as the protocol describes them, with nothing taken from the scheduler's objects."""
+
+    def __init__(self, num_blocks, block_size, max_num_seqs):
+        self.num_blocks, self.block_size, self.max_num_seqs = num_blocks, block_size, max_num_seqs
+        self.rows = {}
+        self.slots = {}  # slot → (request id, position, token id)
+
+    def execute(self, output):
+        for request_id in output.dropped_request_ids:
+            del self.rows[request_id]
+        new_tokens = [self._prepare(scheduled) for scheduled in output.scheduled]
+        assert len(self.rows) <= self.max_num_seqs
+        for scheduled, token_ids in zip(output.scheduled, new_tokens, strict=True):
+            for position, token_id in enumerate(token_ids, scheduled.num_computed_tokens):
+                self.slots[self._slot(scheduled.request_id, position)] = (scheduled.request_id, position, token_id)
+        return ModelRunnerOutput(tuple(self._sample(scheduled) for scheduled in output.scheduled))
+
+    def _prepare(self, scheduled):
+        request_id, start = scheduled.request_id, scheduled.num_computed_tokens
+        if scheduled.new_request is not None:
+            assert request_id not in self.rows
+            data = scheduled.new_request
+            assert data.params is not None
+            self.rows[request_id] = Row(data.seed, data.num_prompt_tokens)
+        row = self.rows[request_id]
+        assert start == row.num_tokens, "positions are contiguous"
+        row.num_tokens += scheduled.num_new_tokens
+        row.block_table += scheduled.new_block_ids
+        if not scheduled.new_token_ids:
+            assert row.last_sampled is not None and scheduled.num_new_tokens == 1
+            position, token_id = row.last_sampled
+            assert position == start
+            return (token_id,)
+        assert len(scheduled.new_token_ids) == scheduled.num_new_tokens
+        return scheduled.new_token_ids
+
+    def _sample(self, scheduled):
+        row = self.rows[scheduled.request_id]
+        context = [self.slots[self._slot(scheduled.request_id, position)] for position in range(row.num_tokens)]
+        assert [entry[:2] for entry in context] == [(scheduled.request_id, p) for p in range(row.num_tokens)]
+        if not scheduled.samples:
+            return ()
+        assert row.num_tokens >= row.num_prompt_tokens
+        token_id = next_token([entry[2] for entry in context], row.seed)
+        row.last_sampled = (row.num_tokens, token_id)
+        return (token_id,)
+
+    def _slot(self, request_id, position):
+        block_id = self.rows[request_id].block_table[position // self.block_size]
+        assert 0 <= block_id < self.num_blocks
+        return block_id * self.block_size + position % self.block_size
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Up to two steps are in flight; requests come, are aborted and come again under the same ids at any moment."""
+
+    @initialize(
+        num_blocks=st.integers(1, 16),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(1, 16),
+        max_model_len=st.sampled_from([2, 9, 20, 33, 34]),
+        chunked=st.booleans(),
+    )
+    def build(self, num_blocks, block_size, max_num_seqs, budget, max_model_len, chunked):
+        self.budget = budget if chunked else max(budget, max_model_len)
+        self.chunked, self.max_num_seqs, self.max_model_len = chunked, max_num_seqs, max_model_len
+        self.block_size = block_size
+        self.manager = KVCacheManager(num_blocks, block_size)
+        self.scheduler = Scheduler(
+            kv_cache_manager=self.manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=self.budget,
+            max_model_len=max_model_len,
+            enable_chunked_prefill=chunked,
+        )
+        self.worker = FakeWorker(num_blocks, block_size, max_num_seqs)
+        self.live = {}  # request id → request, in order of arrival
+        self.arrival = {}  # request → number
+        self.first_admissions = []
+        self.received = {}  # request → tokens the client has seen
+        self.inflight = deque()
+        self.num_schedules = self.last_admission = 0
+
+    @rule(
+        name=st.sampled_from("abcdef"),
+        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=14),
+        max_tokens=st.sampled_from([1, 2, 7, 15, 30, 1000]),
+        stop=st.booleans(),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, name, prompt, max_tokens, stop, ignore_eos):
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,) if stop else (), ignore_eos=ignore_eos)
+        request = Request(name, prompt, params, seed=len(self.arrival), eos_token_ids=(EOS,))
+        num_slots = min(len(prompt) + max_tokens, self.max_model_len) - 1
+        fits = len(prompt) < self.max_model_len and num_slots <= self.manager.max_tokens
+        if name in self.live or not fits:
+            with pytest.raises(RequestError):
+                self.scheduler.add(request)
+            return
+        self.scheduler.add(request)
+        self.live[name] = request
+        self.arrival[request] = len(self.arrival)
+        self.received[request] = []
+
+    @rule(name=st.sampled_from("abcdef"))
+    def add_short_prompt(self, name):
+        self.add(name, [len(self.arrival) % VOCAB_SIZE], 1000, False, True)
+
+    @rule(index=st.integers(0, 5))
+    def abort(self, index):
+        """Abort the oldest request, the next one, …; or one that isn't there any more."""
+        name = dict(enumerate(self.live)).get(index, "abcdef"[index])
+        request = self.live.pop(name, None)
+        assert self.scheduler.abort(name) is (request is not None)
+        assert request is None or request.status is RequestStatus.FINISHED
+
+    @precondition(lambda self: len(self.inflight) < 2)
+    @rule()
+    def begin_step(self):
+        num_preemptions = self.scheduler.num_preemptions
+        output = self.scheduler.schedule()
+        self.num_schedules += 1
+        self._check_step(output, self.scheduler.num_preemptions > num_preemptions)
+        result = self.worker.execute(output)
+        assert set(self.worker.rows) == {r.request_id for r in self.live.values() if r.status is RequestStatus.RUNNING}
+        self.inflight.append((output, result))
+
+    @precondition(lambda self: self.inflight)
+    @rule()
+    def end_step(self):
+        for output in self.scheduler.update_from_output(*self.inflight.popleft()):
+            request = self.live[output.request_id]
+            received = self.received[request]
+            received += output.new_token_ids
+            expected, reason, stop_reason = generate_alone(request, self.max_model_len)
+            assert request.output_token_ids == received == expected[: len(received)]
+            assert (output.finish_reason is None) == (len(received) < len(expected))
+            if output.finish_reason is not None:
+                assert (output.finish_reason, output.stop_reason) == (reason, stop_reason)
+                assert request.status is RequestStatus.FINISHED
+                del self.live[output.request_id]
+
+    @precondition(lambda self: not self.inflight)
+    @rule(count=st.integers(1, 24))
+    def whole_steps(self, count):
+        for _ in range(count):
+            self.begin_step()
+            self.end_step()
+            self.books_are_balanced()
+
+    def _check_step(self, output, has_preempted):
+        scheduled = output.scheduled
+        sizes = [row.num_new_tokens for row in scheduled]
+        assert output.num_tokens == sum(sizes) <= self.budget
+        assert len({row.request_id for row in scheduled}) == len(scheduled) <= self.max_num_seqs
+        assert all(size == 1 for size in sizes[: output.num_decode_reqs])
+        assert all(size > 1 for size in sizes[output.num_decode_reqs :])
+        assert self.chunked or all(row.samples for row in scheduled)
+        assert scheduled or self.inflight or not self.live, "a step that may run something does"
+        for part in (scheduled[: output.num_decode_reqs], scheduled[output.num_decode_reqs :]):
+            numbers = [self.arrival[self.live[row.request_id]] for row in part]
+            assert numbers == sorted(numbers), "order of arrival"
+        admitted = [self.live[row.request_id] for row in scheduled if row.new_request is not None]
+        assert not (admitted and has_preempted)
+        if has_preempted:
+            assert self.num_schedules - self.last_admission > self.block_size
+        if admitted:
+            self.last_admission = self.num_schedules
+        first_time = sorted(self.arrival[request] for request in admitted if request.num_preemptions == 0)
+        self.first_admissions += first_time
+        assert self.first_admissions == sorted(self.first_admissions)
+
+    @invariant()
+    def books_are_balanced(self):
+        self.manager.check_invariants()
+        running = [r for r in self.live.values() if r.status is RequestStatus.RUNNING]
+        waiting = [r for r in self.live.values() if r.status is RequestStatus.WAITING]
+        assert (len(running), len(waiting)) == (self.scheduler.num_running, self.scheduler.num_waiting)
+        assert self.scheduler.has_unfinished_requests() == bool(self.live)
+        tables = [self.manager.block_table(request.request_id) for request in running]
+        block_ids = [block_id for table in tables for block_id in table]
+        assert len(set(block_ids)) == len(block_ids) == self.manager.num_blocks - self.manager.num_free_blocks
+        for request, table in zip(running, tables, strict=True):
+            assert request.num_computed_tokens + request.num_inflight_tokens <= len(table) * self.block_size
+            assert request.num_computed_tokens + request.num_inflight_tokens <= request.num_tokens
+        for request in waiting:
+            assert request.num_computed_tokens == request.num_inflight_tokens == 0
+            assert self.manager.block_table(request.request_id) == ()
+        newest_running = max((self.arrival[request] for request in running), default=-1)
+        assert all(self.arrival[request] > newest_running for request in waiting), "nobody overtakes"
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        while self.inflight:
+            self.end_step()
+        # At least one token a step, and everything is at most recomputed once for each token of each other request.
+        for _ in range(5_000):
+            if not self.live:
+                break
+            self.begin_step()
+            self.end_step()
+            self.books_are_balanced()
+        assert not self.live, "every request finishes"
+        self.worker.execute(self.scheduler.schedule())
+        assert self.worker.rows == {}
+        for owner in (self.scheduler, self.manager):
+            assert not any(len(value) for value in vars(owner).values() if hasattr(value, "__len__"))
+        assert self.manager.num_free_blocks == self.manager.num_blocks
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50)
+TestSchedulerMachine = SchedulerMachine.TestCase
