@@ -6,7 +6,9 @@ stderr, so that output can be piped. Torch is imported only by the commands that
 
 from __future__ import annotations
 
+import io
 import json
+import signal
 import sys
 import time
 from enum import StrEnum
@@ -15,14 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from pico_vllm import __version__
-from pico_vllm.errors import PicoVLLMError
+from pico_vllm.errors import PicoVLLMError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
+    from collections.abc import Iterable, Iterator, Sequence
+    from types import FrameType, TracebackType
 
     from pico_vllm.engine.llm_engine import LLMEngine
-    from pico_vllm.outputs import RequestOutput
+    from pico_vllm.outputs import RequestDelta, RequestOutput
+    from pico_vllm.sampling_params import SamplingParams
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -30,7 +33,6 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 app = typer.Typer(
     name="pico-vllm",
     help="An LLM inference engine small enough to read in a weekend.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -62,17 +64,26 @@ class Backend(StrEnum):
 
 def main() -> None:
     """Run the command line; every error a user can cause is one readable line and exit code 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks is shown as ?
     try:
-        app()
+        exit_code = app(standalone_mode=False)
     except PicoVLLMError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        _say("\ninterrupted")
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        # A wrong option or command. Its class is click's in some versions of Typer and a copy of it in others.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        _fail(f"{' '.join(format_message().split())} (--help shows what there is)")
+    sys.exit(exit_code)
 
 
 @app.callback(invoke_without_command=True)
 def _global_options(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does, to stderr.")] = False,
 ) -> None:
@@ -83,6 +94,8 @@ def _global_options(
     if version:
         print(f"pico-vllm {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
@@ -101,7 +114,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead
 
 @app.command()
 def generate(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts; - reads stdin.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="One or more prompts; - reads stdin.")],
     model: Annotated[
         str | None,
         typer.Option(help="Directory with config.json and safetensors. Default: SmolLM2-135M-Instruct, fetched once."),
@@ -132,7 +145,7 @@ def generate(
     from pico_vllm.config import EngineConfig
     from pico_vllm.engine.llm_engine import LLMEngine
 
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
     config = EngineConfig.from_options(
         model=model,
         dtype=dtype.value,
@@ -154,21 +167,36 @@ def generate(
     with LoadingBars() as bars:
         engine = LLMEngine(config, progress=bars.update)
     params = engine.default_sampling_params(**chosen)
-    for index, text in enumerate(texts):
-        engine.add_request(str(index), text, params)
+    _add_all(engine, texts, params)
     run = _stream_one if len(texts) == 1 else _run_batch
-    interrupted = False
     start = time.perf_counter()
-    try:
-        outputs = run(engine, texts, echo)
-    except KeyboardInterrupt:
-        interrupted = True
-        deltas = [engine.abort(str(index)) for index in range(len(texts))]
-        outputs = [delta.final for delta in deltas if delta is not None and delta.final is not None]
-        print(flush=True)
-    _say(_summary(outputs, time.perf_counter() - start, interrupted))
-    if interrupted:
+    with Interrupt() as interrupt:
+        outputs = run(_deltas(engine, len(texts), interrupt), texts, echo)
+    _say(_summary(outputs, time.perf_counter() - start, interrupt.requested))
+    if interrupt.requested:
         sys.exit(EXIT_INTERRUPTED)
+
+
+class Interrupt:
+    """Ctrl-C lets the step in progress end and sets ``requested``; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous = signal.getsignal(signal.SIGINT)
+
+    def __enter__(self) -> Interrupt:
+        if self._previous is signal.default_int_handler:  # a background job of a shell ignores SIGINT
+            signal.signal(signal.SIGINT, self._request)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _request(self, signum: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self._previous)
 
 
 class LoadingBars:
@@ -202,12 +230,35 @@ class LoadingBars:
             self._bar = None
 
 
-def _stream_one(engine: LLMEngine, texts: Sequence[str], echo: bool) -> list[RequestOutput]:
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not valid {error.encoding} at byte {error.start}") from None
+
+
+def _add_all(engine: LLMEngine, texts: Sequence[str], params: SamplingParams) -> None:
+    for index, text in enumerate(texts):
+        try:
+            engine.add_request(str(index), text, params)
+        except RequestError as error:
+            raise RequestError(f"prompt {index}: {error}" if len(texts) > 1 else str(error)) from None
+
+
+def _deltas(engine: LLMEngine, num_prompts: int, interrupt: Interrupt) -> Iterator[list[RequestDelta]]:
+    """What each step adds; after an interrupt, the last of every request that has not ended."""
+    while engine.has_unfinished_requests() and not interrupt.requested:
+        yield engine.step()
+    aborted = [engine.abort(str(index)) for index in range(num_prompts)]
+    yield [delta for delta in aborted if delta is not None]
+
+
+def _stream_one(steps: Iterable[list[RequestDelta]], texts: Sequence[str], echo: bool) -> list[RequestOutput]:
     if echo:
         print(texts[0], end="", flush=True)
     outputs = []
-    while engine.has_unfinished_requests():
-        for delta in engine.step():
+    for deltas in steps:
+        for delta in deltas:
             print(delta.new_text, end="", flush=True)
             if delta.final is not None:
                 outputs.append(delta.final)
@@ -215,15 +266,15 @@ def _stream_one(engine: LLMEngine, texts: Sequence[str], echo: bool) -> list[Req
     return outputs
 
 
-def _run_batch(engine: LLMEngine, texts: Sequence[str], echo: bool) -> list[RequestOutput]:
+def _run_batch(steps: Iterable[list[RequestDelta]], texts: Sequence[str], echo: bool) -> list[RequestOutput]:
     """Run all prompts together; print them in their order, each as soon as it and those before it are done."""
     from tqdm import tqdm
 
     finished: dict[int, RequestOutput] = {}
     printed = 0
     with tqdm(total=len(texts), desc="Generating", unit="prompt", disable=None, leave=False) as bar:
-        while engine.has_unfinished_requests():
-            for delta in engine.step():
+        for deltas in steps:
+            for delta in deltas:
                 if delta.final is not None:
                     finished[int(delta.request_id)] = delta.final
                     bar.update()

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +54,8 @@ class RopeConfig:
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> RopeConfig:
         """Read ``rope_parameters`` (transformers >= 5) or ``rope_theta`` + ``rope_scaling`` (before)."""
-        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        scaling = {name: value for name, value in parameters.items() if value is not None}
         theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
         rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
         scaling.pop("type", None)
@@ -105,7 +107,12 @@ class ModelConfig:
         config = _read_json(directory / "config.json")
         generation_path = directory / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.is_file() else {}
-        return cls.from_hf_config(config, generation)
+        try:
+            return cls.from_hf_config(config, generation)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError) as error:  # say, a text where a number belongs
+            raise ConfigError(f"{directory / 'config.json'} holds a value of the wrong type: {error}") from None
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -120,16 +127,16 @@ class ModelConfig:
         """
         generation = generation or {}
         architecture = _architecture(config)
+        eos = generation.get("eos_token_id")
         _refuse_unsupported(config)
         heads = _positive_int(config, "num_attention_heads")
-        kv_heads = config.get("num_key_value_heads") or heads
+        kv_heads = _positive_int(config, "num_key_value_heads", default=heads)
         hidden = _positive_int(config, "hidden_size")
-        head_dim = config.get("head_dim") or hidden // heads
+        head_dim = _positive_int(config, "head_dim", default=hidden // heads)
         if heads % kv_heads:
             raise ConfigError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
         if head_dim % 2:
             raise ConfigError(f"head_dim={head_dim} must be even for rotary embeddings")
-        eos = generation.get("eos_token_id", config.get("eos_token_id"))
         is_qwen2 = architecture == "Qwen2ForCausalLM"
         return cls(
             architecture=architecture,
@@ -149,7 +156,7 @@ class ModelConfig:
             mlp_bias=not is_qwen2 and bool(config.get("mlp_bias", False)),
             dtype=_checkpoint_dtype(config),
             bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            eos_token_ids=_token_ids("eos_token_id", config.get("eos_token_id") if eos is None else eos),
             default_sampling=_default_sampling(generation),
         )
 
@@ -192,8 +199,18 @@ def _default_sampling(generation: dict[str, Any]) -> dict[str, Any]:
     return {key: generation[key] for key in ("temperature", "top_k", "top_p") if generation.get(key) is not None}
 
 
-def _positive_int(config: dict[str, Any], key: str) -> int:
+def _token_ids(key: str, value: Any) -> tuple[int, ...]:
+    """None, one id or a list of ids."""
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
+        raise ConfigError(f"{key}={value!r} must be a token id, a list of them, or null")
+    return ids
+
+
+def _positive_int(config: dict[str, Any], key: str, *, default: int | None = None) -> int:
     value = config.get(key)
+    if value is None:
+        value = default
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(f"config.json: {key}={value!r} must be a positive integer")
     return value
@@ -232,12 +249,14 @@ class CacheConfig:
     enable_prefix_caching: bool = False
 
     def __post_init__(self) -> None:
-        if self.block_size not in BLOCK_SIZES:
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size={self.block_size!r} must be one of {', '.join(map(str, BLOCK_SIZES))}")
         _check_at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1, optional=True)
         _check_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be in (0, 1]")
+        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         if self.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching=True is not implemented yet; leave it at False")
 
@@ -262,6 +281,7 @@ class SchedulerConfig:
         _check_at_least("max_num_seqs", self.max_num_seqs, 1)
         _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _check_at_least("max_model_len", self.max_model_len, 1, optional=True)
+        _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +291,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size != 1:
+        if type(self.tensor_parallel_size) is not int or self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size!r} is not implemented yet; use 1")
 
 
@@ -303,11 +323,11 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        _check_bool("skip_tokenizer_init", self.skip_tokenizer_init)
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("backend", self.backend, BACKENDS)
-        device, _, index = self.device.partition(":")
-        if device not in ("auto", "cpu", "cuda") or (index and not (device == "cuda" and index.isdigit())):
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError(f"device={self.device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed!r} must be an integer, 0 … 2**63-1")
@@ -343,6 +363,11 @@ def _unknown_option(name: str, known: list[str]) -> str:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def _check_bool(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be True or False")
 
 
 def _check_at_least(name: str, value: int | None, low: int, *, optional: bool = False) -> None:

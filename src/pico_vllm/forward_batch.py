@@ -1,6 +1,7 @@
 """ForwardBatch: the device tensors of one step. Built by the worker's InputBuilder, read by models and kernels.
 
-Padding contract: a padded token has slot -1 and is never written; a padded sequence has seq_len 0 and no tokens.
+Padding contract: a padded token has slot -1 and is never written; a padded sequence has seq_len 0, and no tokens or one
+padded token.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ class ForwardBatch:
     Attributes:
         input_ids: [T] int32.
         positions: [T] int32, position of each token in its sequence.
-        slot_mapping: [T] int64, where each token's K and V go: block_id * block_size + offset; -1 = nowhere.
-        block_tables: [S, B] int32, block ids of each sequence; entries past its last block are 0 and never read.
+        slot_mapping: [T] int32, where each token's K and V go: block_id * block_size + offset; -1 = nowhere. Kernels
+            widen it to int64 before they multiply.
+        block_tables: [S, B] int32, block ids of each sequence; entries past its last block are 0: a valid id whose
+            content is never used.
         query_start_loc: [S + 1] int32; tokens of sequence s are [query_start_loc[s], query_start_loc[s + 1]).
         seq_lens: [S] int32, tokens of each sequence after this step (cached context + new tokens).
         logits_indices: [L] int32, the tokens whose logits are wanted.
-        num_decode_reqs: the first sequences, each with exactly one new token.
+        num_decode_reqs: the first sequences, each with exactly one new token; padding may be among them.
         max_query_len: bound of the new tokens of one sequence.
         max_seq_len: bound of ``seq_lens``. These three are the only host values a kernel launch may depend on.
     """

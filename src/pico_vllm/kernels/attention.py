@@ -9,8 +9,8 @@ j of sequence s lives in block ``block_tables[s, j // block_size]`` at offset ``
 before attention runs, so fresh and cached context are read the same way. The query tokens of a sequence are its last
 ones: token i of [query_start_loc[s], query_start_loc[s + 1]) has position seq_lens[s] - query_len[s] + i.
 
-Contract: a token with slot -1 is not stored; a sequence with seq_len 0 has no tokens; blocks and offsets past seq_len
-may hold NaN and are never read (or are masked before they can spread). Softmax and sums are in fp32 or wider.
+Contract: a token with slot -1 is not stored; a sequence with seq_len 0 has no tokens, or one whose output is 0; blocks
+and offsets past seq_len may hold NaN, and what is read of them is masked before it can spread. Softmax and sums are in fp32 or wider.
 Source: Vaswani et al. 2017; Kwon et al. 2023 (paged attention).
 
 ``prepare`` runs once a step and its result is shared by all layers: index arithmetic is not repeated a layer.
@@ -155,11 +155,11 @@ def prepare_attention_cpu(inputs: AttentionInputs, shape: KVCacheShape) -> CpuAt
         slots = slots[stored]
     seq_lens = inputs.seq_lens.tolist()
     starts = inputs.query_start_loc.tolist()
-    decodes = _decode_rows(inputs, shape, seq_lens)
+    decodes = _decode_rows(inputs, shape, starts, seq_lens)
     prefills = tuple(
         _prefill_rows(inputs, shape, s, starts[s], starts[s + 1], seq_lens[s])
         for s in range(inputs.num_decode_reqs, len(seq_lens))
-        if starts[s + 1] > starts[s]
+        if seq_lens[s] > 0
     )
     num_covered = sum(rows.end - rows.start for rows in (*decodes, *prefills))
     num_tokens = inputs.slot_mapping.shape[0]
@@ -174,16 +174,21 @@ def prepare_attention_cpu(inputs: AttentionInputs, shape: KVCacheShape) -> CpuAt
     )
 
 
-def _decode_rows(inputs: AttentionInputs, shape: KVCacheShape, seq_lens: list[int]) -> tuple[_Rows, ...]:
-    """Sequences with one query token, split so that a call gathers at most ``_MAX_GATHERED_TOKENS`` keys."""
+def _decode_rows(
+    inputs: AttentionInputs, shape: KVCacheShape, starts: list[int], seq_lens: list[int]
+) -> tuple[_Rows, ...]:
+    """Sequences with one query token, split at padding and where a call would gather too many keys."""
     rows, first = [], 0
     while first < inputs.num_decode_reqs:
         end, longest = first, 0
-        while end < inputs.num_decode_reqs:
+        while end < inputs.num_decode_reqs and seq_lens[end] > 0:
             longest_with_next = max(longest, seq_lens[end])
             if end > first and longest_with_next * (end + 1 - first) > _MAX_GATHERED_TOKENS:
                 break
             longest, end = longest_with_next, end + 1
+        if end == first:  # padding
+            first += 1
+            continue
         lens = seq_lens[first:end]
         mask = tail = None
         if min(lens) < longest:
@@ -192,7 +197,8 @@ def _decode_rows(inputs: AttentionInputs, shape: KVCacheShape, seq_lens: list[in
             mask = valid[:, :, None, :longest]
             tail = (~valid).expand(-1, shape.num_kv_heads, -1).flatten().nonzero().flatten()
         key_rows, value_rows = _gather_rows(inputs.block_tables[first:end], longest, shape)
-        rows.append(_Rows(first, end, key_rows, value_rows, end - first, longest, mask, False, tail))
+        num_seqs, start = end - first, starts[first]
+        rows.append(_Rows(start, start + num_seqs, key_rows, value_rows, num_seqs, longest, mask, False, tail))
         first = end
     return tuple(rows)
 

@@ -48,7 +48,7 @@ def sample_reference(
     Returns:
         [num_rows] int64.
     """
-    chosen = []
+    chosen = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     for row in range(logits.shape[0]):
         # The scores are rounded to fp32 once, as in every other implementation: thresholds compare equal numbers.
         scores = (logits[row].float() / temperature[row].float()).double()
@@ -62,8 +62,8 @@ def sample_reference(
             ordered = ordered[: min(needed, ordered.numel())]
         kept = scores >= ordered[-1]
         weights = torch.where(kept, (scores - ordered[0]).exp(), 0.0)
-        chosen.append(_pick(weights[None], uniform[row : row + 1])[0])
-    return torch.stack(chosen)
+        chosen[row] = _pick(weights[None], uniform[row : row + 1])[0]
+    return chosen
 
 
 def sample_cpu(
@@ -84,7 +84,8 @@ def sample_cpu(
         scores = scores.masked_fill(limits_k[:, None] & (scores < threshold), float("-inf"))
     if bool((top_p < 1.0).any()):
         scores = scores.masked_fill(scores < _top_p_threshold(scores, top_p)[:, None], float("-inf"))
-    weights = (scores - scores.amax(dim=-1, keepdim=True)).double().exp()
+    wide = scores.double()  # before the subtraction: its rounding in fp32 would move the CDF by 1e-7
+    weights = wide.sub_(wide.amax(dim=-1, keepdim=True)).exp_()
     return _pick(weights, uniform)
 
 

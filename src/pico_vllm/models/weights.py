@@ -132,12 +132,8 @@ class SafetensorsCheckpoint:
         """Each file, with the names the index promises (None: whatever it holds)."""
         index_path = self._directory / INDEX_NAME
         if index_path.is_file():
-            try:
-                weight_map: dict[str, str] = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise WeightLoadError(f"{index_path} is not a safetensors index: {error}") from None
             files: dict[Path, set[str] | None] = {}
-            for name, file_name in weight_map.items():
+            for name, file_name in _weight_map(index_path).items():
                 path = self._directory / file_name
                 if path.parent != self._directory:
                     raise WeightLoadError(f"{index_path} names {file_name!r}, which is not in the model directory")
@@ -155,6 +151,17 @@ class SafetensorsCheckpoint:
         raise WeightLoadError(
             f"{self._directory} has neither {SINGLE_NAME} nor {INDEX_NAME} ({hint}); only safetensors are loaded"
         )
+
+
+def _weight_map(index_path: Path) -> dict[str, str]:
+    """Tensor name → file name."""
+    try:
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightLoadError(f"{index_path} is not a safetensors index: {error!r}") from None
+    if not isinstance(weight_map, dict) or not all(isinstance(file_name, str) for file_name in weight_map.values()):
+        raise WeightLoadError(f"{index_path} is not a safetensors index: weight_map must map names to file names")
+    return weight_map
 
 
 # -------------------------------------------------------------------------------------------------------- loading

@@ -19,6 +19,7 @@ from pico_vllm.worker.kv_cache_memory import allocate_kv_caches, resolve_num_blo
 from pico_vllm.worker.sampler import Sampler
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from pico_vllm.config import EngineConfig, ModelConfig
@@ -61,7 +62,7 @@ class ModelRunner:
         self.dtype = _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
         self._max_model_len = max_model_len
         backend = REFERENCE if config.backend == "reference" else CPU
-        self._parameters = self._load_parameters(config, model_dir, backend, progress)
+        self.parameters = self._load_parameters(config, model_dir, backend, progress)
         self.set_backend(backend)
 
         block_size = config.cache.block_size
@@ -79,6 +80,8 @@ class ModelRunner:
         self._rows = InputBuilder(config.scheduler.max_num_seqs, max_blocks_per_seq, block_size, self.device)
         #: Seconds of the last step's forward pass and sampling on the host clock, the wait for the ids included.
         self.last_forward_s = 0.0
+        #: Called after each step with its plan: who records ops learns whose rows they have computed.
+        self.step_observer: Callable[[SchedulerOutput], None] | None = None
         logger.info(
             "%s on %s, %s, backend %s, %d KV blocks of %d tokens, ready in %.2f s",
             model_config.architecture, self.device, self.dtype, self.backend.name, self.num_blocks, block_size,
@@ -95,7 +98,7 @@ class ModelRunner:
         self.backend = backend
         self._model = model_class(self.model_config.architecture)(
             self.model_config,
-            self._parameters,
+            self.parameters,
             max_model_len=self._max_model_len,
             backend=backend,
             group=TensorParallelGroup(backend),
@@ -115,7 +118,10 @@ class ModelRunner:
         token_ids = self._sample(logits, sampling)
         self.last_forward_s = time.perf_counter() - built
         sampled = iter(token_ids)
-        return ModelRunnerOutput(tuple((next(sampled),) if r.samples else () for r in step.scheduled))
+        output = ModelRunnerOutput(tuple((next(sampled),) if r.samples else () for r in step.scheduled))
+        if self.step_observer is not None:
+            self.step_observer(step)
+        return output
 
     def _sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> list[int]:
         if logits.shape[0] == 0:

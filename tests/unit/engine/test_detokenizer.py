@@ -23,11 +23,11 @@ def spell(data):
     return "".join(chr(byte) if byte in itself else chr(256 + others.index(byte)) for byte in data)
 
 
-def byte_level():
+def byte_level(decoder=None):
     """Ids 0-255 are the bytes, 256-264 are MERGED, then a special token and two that are added; 268 and up are none."""
     tokens = [bytes([byte]) for byte in range(256)] + MERGED
     backend = tokenizers.Tokenizer(BPE({spell(token): token_id for token_id, token in enumerate(tokens)}, []))
-    backend.decoder = decoders.ByteLevel()
+    backend.decoder = decoder or decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
     backend.add_tokens(["<tool call>", "<日é>"])
     assert backend.token_to_id("<|end|>") == SPECIAL and backend.get_vocab_size() == NO_TOKEN
@@ -48,6 +48,7 @@ def byte_fallback():
 
 
 BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
+WRAPPED = byte_level(decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]))
 THE, CAT, S, SPACE = 256, 257, 258, 259
 END = 264
 
@@ -204,6 +205,13 @@ def test_without_fixed_bytes_the_output_goes_on_from_the_prompt(prompt, ids, dat
     before = BYTE_FALLBACK.decode(prompt)
     expected = BYTE_FALLBACK.decode(prompt + ids)[len(before) :]
     assert "".join(stream(BYTE_FALLBACK, prompt, portions(data, ids))) == expected
+
+
+@given(ids_of_byte_level, st.booleans(), st.data())
+def test_bytes_behind_another_decoder_are_held_back_too(ids, skip, data):
+    pieces = stream(WRAPPED, [], portions(data, ids), skip)
+    assert "".join(pieces) == WRAPPED.decode(ids, skip_special_tokens=skip)
+    assert stream(WRAPPED, [], [[byte] for byte in EMOJI]) == ["", "", "", "😀", ""]
 
 
 def test_a_leading_space_is_kept_after_a_prompt_and_dropped_without_one():

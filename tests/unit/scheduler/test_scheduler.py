@@ -655,7 +655,8 @@ def test_output_of_a_request_preempted_in_flight_is_discarded_and_made_again():
     while scheduler.num_waiting:
         output, _ = step(scheduler, b=30)
     assert (row_of(output, "b").num_computed_tokens, row_of(output, "b").new_token_ids) == (0, (200, 201, 202, 203))
-    _, outputs = step(scheduler, b=30)
+    output, outputs = step(scheduler, b=30)
+    assert output.scheduled == (ScheduledRequest("b", (7, 7, 7, 7), 4, 4, (), True),)
     assert outputs == [EngineCoreOutput("b", (30,))]
 
 

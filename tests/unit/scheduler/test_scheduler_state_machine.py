@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -118,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(1, 16),
         block_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 5),
-        budget=st.integers(1, 16),
+        budget=st.sampled_from([1, 2, 3, 5, 16]),
         max_model_len=st.sampled_from([2, 9, 20, 33, 34]),
         chunked=st.booleans(),
     )
@@ -209,6 +210,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.end_step()
             self.books_are_balanced()
 
+    @precondition(lambda self: not self.inflight)
+    @rule(count=st.integers(1, 24))
+    def overlapped_steps(self, count):
+        """One step is always in flight while the next is scheduled."""
+        self.begin_step()
+        for _ in range(count):
+            self.begin_step()
+            self.end_step()
+            self.books_are_balanced()
+
     def _check_step(self, output, has_preempted):
         scheduled = output.scheduled
         sizes = [row.num_new_tokens for row in scheduled]
@@ -270,5 +281,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.manager.num_free_blocks == self.manager.num_blocks
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50)
+SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_long_contended_traffic(seed):
+    """The same machine on long random runs with a small cache: hypothesis prefers short ones.
+
+    The 60 seeds preempt some 200 times, 58 of them a request that is in flight.
+    """
+    random = Random(seed)
+    machine = SchedulerMachine()
+    machine.build(
+        num_blocks=random.randint(8, 16),
+        block_size=random.randint(1, 3),
+        max_num_seqs=random.randint(3, 5),
+        budget=random.choice([1, 2, 3, 5, 16]),
+        max_model_len=random.choice([9, 20, 33]),
+        chunked=random.random() < 0.8,
+    )
+    for _ in range(300):
+        if random.random() < 0.3:
+            prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 6))]
+            machine.add(random.choice("abcdef"), prompt, random.choice([3, 7, 1000]), False, random.random() < 0.5)
+        if random.random() < 0.05:
+            machine.abort(random.randrange(6))
+        if len(machine.inflight) < 2:
+            machine.begin_step()
+        if machine.inflight and random.random() < 0.7:
+            machine.end_step()
+        machine.books_are_balanced()
+    machine.teardown()

@@ -1,0 +1,96 @@
+"""How far the engine is from the oracle at each point, and how far it may be.
+
+The truth is transformers in fp32. For a 16-bit engine the yardstick is transformers itself in the same dtype: at every
+point our RMS error may be at most 1.5 x its RMS error. For fp32 there is no wider truth that transformers could compute
+(its norms are fp32 in any case), so the bound is a few units in the last place of the point's own size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pico_vllm.oracle.points import Point
+
+#: Ours may exceed transformers' own error in a 16-bit dtype by this factor.
+MAX_ERROR_RATIO = 1.5
+#: Where transformers' error is (nearly) zero, as at the embedding: so many units in the last place of the RMS value.
+FLOOR_ULPS = 1.0
+#: fp32: RMS error in units of the point's RMS value. Sums in another order over a few thousand terms give about 1e-6 a
+#: layer; a wrong eps of 1e-6 instead of 1e-5 gives 1e-4 and more.
+FP32_RELATIVE_BOUND = 2e-5
+
+
+@dataclass(frozen=True, slots=True)
+class PointError:
+    """The comparison at one point over all sequences.
+
+    Attributes:
+        point: where.
+        num_rows: positions compared.
+        rms: RMS error of the engine against fp32 transformers.
+        largest: largest absolute error.
+        bound: largest RMS error that passes.
+        value_rms: RMS of the true values, for scale.
+    """
+
+    point: Point
+    num_rows: int
+    rms: float
+    largest: float
+    bound: float
+    value_rms: float
+
+    @property
+    def passes(self) -> bool:
+        """Within the bound; NaN never is."""
+        return self.rms <= self.bound
+
+
+class ErrorSum:
+    """Sums of squares of one point, over sequences that are looked at one after the other."""
+
+    def __init__(self, point: Point, dtype: torch.dtype) -> None:
+        self._point = point
+        self._dtype = dtype
+        self._count = self._rows = 0
+        self._ours = self._theirs = self._truth = self._largest = 0.0
+
+    def add(self, ours: torch.Tensor, truth: torch.Tensor, theirs: torch.Tensor | None) -> None:
+        """Add one sequence: engine, transformers in fp32, transformers in the engine's dtype (None for fp32)."""
+        error = ours.double() - truth.double()
+        self._rows += ours.shape[0]
+        self._count += error.numel()
+        self._ours += error.square().sum().item()
+        self._truth += truth.double().square().sum().item()
+        self._largest = max(self._largest, error.abs().max().item()) if not math.isnan(self._ours) else math.nan
+        if theirs is not None:
+            self._theirs += (theirs.double() - truth.double()).square().sum().item()
+
+    def result(self) -> PointError:
+        """The comparison over everything added."""
+        value_rms = math.sqrt(self._truth / self._count)
+        if self._dtype == torch.float32:
+            bound = FP32_RELATIVE_BOUND * value_rms
+        else:
+            floor = FLOOR_ULPS * torch.finfo(self._dtype).eps * value_rms
+            bound = max(MAX_ERROR_RATIO * math.sqrt(self._theirs / self._count), floor)
+        return PointError(
+            point=self._point,
+            num_rows=self._rows,
+            rms=math.sqrt(self._ours / self._count),
+            largest=self._largest,
+            bound=bound,
+            value_rms=value_rms,
+        )
+
+
+def first_failure(errors: Iterable[PointError]) -> PointError | None:
+    """The first point, in the order of execution, that is out of bounds."""
+    return next((error for error in errors if not error.passes), None)

@@ -1,0 +1,118 @@
+"""EngineTaps: what the engine computed at every point, for every position of every request.
+
+A recording backend sees each op with its arguments; the parameter an op was called with says where in the model it is.
+Steps mix chunks and decodes of many requests: the scheduler's plan says which rows belong to whom, and the rows are
+put back together by position. Nothing in the engine knows that it is watched.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pico_vllm.kernels.backend import recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pico_vllm.engine.llm_engine import LLMEngine
+    from pico_vllm.scheduler_output import SchedulerOutput
+
+#: {point key: [num_positions, width]} of one sequence. "logits" rows are those of the positions that were sampled.
+Taps = dict[str, torch.Tensor]
+
+
+class EngineTaps:
+    """Collects while ``watching``; ``taps(request_id)`` then gives one request's tensors."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._runner = engine.core.executor.runner
+        config = engine.model_config
+        self._num_heads = config.num_attention_heads
+        self._num_kv_heads = config.num_key_value_heads
+        self._name_of = {id(parameter): name for name, parameter in self._runner.parameters.items()}
+        self._layer = -1
+        self._step: dict[str, torch.Tensor] = {}
+        #: {request: {point: {position: row}}}; a position that is computed again (preemption) is overwritten.
+        self._rows: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[EngineTaps]:
+        """Record every step that runs inside the block; the engine is as before afterwards."""
+        runner = self._runner
+        plain = runner.backend
+        runner.set_backend(recording(plain, self._tap))
+        runner.step_observer = self._distribute
+        try:
+            yield self
+        finally:
+            runner.step_observer = None
+            runner.set_backend(plain)
+
+    def taps(self, request_id: str) -> Taps:
+        """All points of one request, rows in the order of their positions."""
+        points = self._rows[request_id]
+        return {key: torch.stack([rows[p] for p in sorted(rows)]) for key, rows in points.items()}
+
+    def sampled_positions(self, request_id: str) -> list[int]:
+        """Positions whose logits were computed."""
+        return sorted(self._rows[request_id]["logits"])
+
+    # --------------------------------------------------------------------------------------------------- private
+    def _tap(self, op: str, args: tuple[Any, ...], result: Any) -> None:
+        handler = getattr(self, f"_tap_{op}", None)
+        if handler is not None:
+            handler(args, result)
+
+    def _tap_embedding(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        self._keep("embed_tokens", result)
+
+    def _tap_linear(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        name = self._name_of[id(args[1])]
+        if name == "lm_head":
+            self._keep("logits", result)
+            return
+        self._layer = int(name.split(".")[1])
+        self._keep(name, result)
+
+    def _tap_rms_norm(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        self._keep(self._name_of[id(args[1])], result)
+
+    def _tap_add_rms_norm(self, args: tuple[Any, ...], result: tuple[torch.Tensor, torch.Tensor]) -> None:
+        name = self._name_of[id(args[2])]
+        normalised, residual = result
+        is_middle = name.endswith("post_attention_layernorm")
+        self._keep(f"layers.{self._layer}.{'attention_residual' if is_middle else 'residual'}", residual)
+        self._keep(name, normalised)
+
+    def _tap_rotary_embedding(self, args: tuple[Any, ...], result: None) -> None:
+        heads = args[0]  # [num_tokens, num_heads + num_kv_heads, head_dim], rotated in place
+        self._keep(f"layers.{self._layer}.query", heads[:, : self._num_heads])
+        self._keep(f"layers.{self._layer}.key", heads[:, self._num_heads :])
+
+    def _tap_paged_attention(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        self._keep(f"layers.{self._layer}.attention", result)
+
+    def _tap_swiglu(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        self._keep(f"layers.{self._layer}.activation", result)
+
+    def _keep(self, key: str, rows: torch.Tensor) -> None:
+        self._step[key] = rows.flatten(1).to("cpu", copy=True)
+
+    def _distribute(self, plan: SchedulerOutput) -> None:
+        """Give each request its rows of this step."""
+        token, sampled = 0, 0
+        for request in plan.scheduled:
+            points = self._rows.setdefault(request.request_id, {})
+            end = request.num_computed_tokens + request.num_new_tokens
+            for key, rows in self._step.items():
+                if key != "logits":
+                    for i in range(request.num_new_tokens):
+                        points.setdefault(key, {})[request.num_computed_tokens + i] = rows[token + i]
+                elif request.samples:
+                    points.setdefault(key, {})[end - 1] = rows[sampled]
+            token += request.num_new_tokens
+            sampled += request.samples
+        self._step = {}

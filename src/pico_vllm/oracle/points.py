@@ -1,0 +1,60 @@
+"""Points: the places in a forward pass at which engine and oracle are compared, in the order of execution.
+
+A point has a name that both sides agree on ("layers.3.attention") and the op that produces it in the engine, so the
+first point that differs names the op to look at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One place of comparison.
+
+    Attributes:
+        layer: index, or None outside the layers.
+        name: of the sub-layer's output.
+        op: the backend op that computes it.
+    """
+
+    layer: int | None
+    name: str
+    op: str
+
+    @property
+    def key(self) -> str:
+        """The name both sides use."""
+        return self.name if self.layer is None else f"layers.{self.layer}.{self.name}"
+
+
+#: Sub-layers of one decoder layer in the order of execution, with the op that makes each.
+LAYER_POINTS = (
+    ("input_layernorm", "rms_norm"),
+    ("qkv_proj", "linear"),
+    ("q_norm", "rms_norm"),
+    ("k_norm", "rms_norm"),
+    ("query", "rotary_embedding"),
+    ("key", "rotary_embedding"),
+    ("attention", "store_kv + paged_attention"),
+    ("o_proj", "linear"),
+    ("attention_residual", "add_rms_norm"),
+    ("post_attention_layernorm", "add_rms_norm"),
+    ("gate_up_proj", "linear"),
+    ("activation", "swiglu"),
+    ("down_proj", "linear"),
+    ("residual", "add_rms_norm"),
+)
+
+
+def points_of(num_layers: int, *, has_qk_norm: bool) -> list[Point]:
+    """Every point of a model, in the order of execution."""
+    points = [Point(None, "embed_tokens", "embedding")]
+    for layer in range(num_layers):
+        points += [
+            Point(layer, name, "add_rms_norm" if name == "input_layernorm" and layer > 0 else op)
+            for name, op in LAYER_POINTS
+            if has_qk_norm or name not in ("q_norm", "k_norm")
+        ]
+    return [*points, Point(None, "norm", "add_rms_norm"), Point(None, "logits", "linear")]

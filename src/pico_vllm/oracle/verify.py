@@ -1,0 +1,179 @@
+"""verify: run engine and transformers on the same ids through the engine's real path, and compare at every point."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pico_vllm.oracle.comparison import ErrorSum, PointError, first_failure
+from pico_vllm.oracle.engine_taps import EngineTaps
+from pico_vllm.oracle.points import points_of
+from pico_vllm.oracle.transformers_taps import TransformersTaps
+from pico_vllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pico_vllm.engine.llm_engine import LLMEngine
+
+#: Lengths at and beside the borders of blocks, and one that a budget of 64 tokens cuts into chunks.
+PROMPT_LENGTHS = (1, 15, 16, 17, 33, 63, 64, 150)
+NUM_NEW_TOKENS = 24
+#: fp32: where the true gap between the best token and ours is smaller, rounding may decide.
+FP32_TIE = 1e-3
+#: 16 bit: the same, in units of the bound on the RMS logit error.
+TIE_IN_BOUNDS = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCheck:
+    """Greedy tokens against the true argmax.
+
+    Attributes:
+        num_tokens, num_equal: compared, and equal.
+        worst_gap: largest true logit gap between the best token and ours; 0 when all are equal.
+        allowed_gap: largest gap that rounding explains.
+    """
+
+    num_tokens: int
+    num_equal: int
+    worst_gap: float
+    allowed_gap: float
+
+    @property
+    def passes(self) -> bool:
+        """Every token is the best one, or so near to it that rounding may have decided."""
+        return self.worst_gap <= self.allowed_gap
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The whole result.
+
+    Attributes:
+        errors: every point, in the order of execution.
+        tokens: greedy tokens.
+        settings: what was run: model, dtype, device, backend, lengths.
+    """
+
+    errors: list[PointError]
+    tokens: TokenCheck
+    settings: dict[str, Any]
+
+    @property
+    def failure(self) -> PointError | None:
+        """The first point out of bounds."""
+        return first_failure(self.errors)
+
+    @property
+    def passes(self) -> bool:
+        """Every point and every token."""
+        return self.failure is None and self.tokens.passes
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        failure = self.failure
+        return {
+            "passes": self.passes,
+            "settings": self.settings,
+            "first_failure": None if failure is None else {"point": failure.point.key, "op": failure.point.op},
+            "tokens": dataclasses.asdict(self.tokens) | {"passes": self.tokens.passes},
+            "points": [
+                {"point": e.point.key, "op": e.point.op}
+                | {name: getattr(e, name) for name in ("num_rows", "rms", "largest", "bound", "value_rms", "passes")}
+                for e in self.errors
+            ],
+        }
+
+
+def verify(
+    engine: LLMEngine,
+    *,
+    prompt_lengths: Sequence[int] = PROMPT_LENGTHS,
+    num_new_tokens: int = NUM_NEW_TOKENS,
+    seed: int = 0,
+) -> Verification:
+    """Compare an engine, as it is configured, with transformers.
+
+    The requests run together, so steps mix chunks and decodes when the engine's token budget is small. transformers
+    then sees the engine's own tokens, so one near-tie does not hide what follows it.
+
+    Args:
+        engine: idle; its weights come from a checkpoint.
+        prompt_lengths: of the random prompts; longer ones than the engine takes are left out.
+        num_new_tokens: a request.
+        seed: of the prompts.
+    """
+    runner = engine.core.executor.runner
+    limit = engine.core.limits.max_request_tokens - num_new_tokens
+    prompts = _random_prompts([n for n in prompt_lengths if n <= limit], engine.model_config.vocab_size, seed)
+    sequences, taps = _run_engine(engine, prompts, num_new_tokens)
+
+    dtype = runner.dtype
+    truth_model = TransformersTaps(engine.model_dir, torch.float32, runner.device)
+    peer_model = None if dtype == torch.float32 else TransformersTaps(engine.model_dir, dtype, runner.device)
+    has_qk_norm = any(key.endswith("q_norm") for key in runner.parameters)
+    points = points_of(engine.model_config.num_hidden_layers, has_qk_norm=has_qk_norm)
+    sums = {point.key: ErrorSum(point, dtype) for point in points}
+    chosen: list[tuple[torch.Tensor, torch.Tensor]] = []  # (true logits, our tokens) of each sequence
+    for request_id, token_ids in sequences.items():
+        truth = truth_model.run(token_ids[:-1])
+        theirs = None if peer_model is None else peer_model.run(token_ids[:-1])
+        sampled = taps.sampled_positions(request_id)
+        ours = taps.taps(request_id)
+        for key, error_sum in sums.items():
+            rows = slice(None) if key != "logits" else sampled
+            error_sum.add(ours[key], truth[key][rows], None if theirs is None else theirs[key][rows])
+        chosen.append((truth["logits"][sampled], torch.tensor(token_ids)[[p + 1 for p in sampled]]))
+    errors = [error_sum.result() for error_sum in sums.values()]
+    settings = {
+        "model": str(engine.model_dir.name),
+        "architecture": engine.model_config.architecture,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(runner.device),
+        "backend": runner.backend.name,
+        "block_size": engine.config.cache.block_size,
+        "max_num_batched_tokens": engine.config.scheduler.max_num_batched_tokens,
+        "prompt_lengths": [len(prompt) for prompt in prompts],
+        "num_new_tokens": num_new_tokens,
+    }
+    return Verification(errors, _check_tokens(chosen, dtype, errors[-1].bound), settings)
+
+
+def _random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def _run_engine(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], num_new_tokens: int
+) -> tuple[dict[str, list[int]], EngineTaps]:
+    """Prompt and output ids of each request, and what was computed on the way."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True, detokenize=False)
+    sequences = {f"verify-{i}": list(prompt) for i, prompt in enumerate(prompts)}
+    taps = EngineTaps(engine)
+    with taps.watching():
+        for request_id, prompt in sequences.items():
+            engine.add_request(request_id, list(prompt), params)
+        while engine.has_unfinished_requests():
+            for delta in engine.step():
+                sequences[delta.request_id] += delta.new_token_ids
+    return sequences, taps
+
+
+def _check_tokens(
+    chosen: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype, logits_bound: float
+) -> TokenCheck:
+    true_logits = torch.cat([logits for logits, _ in chosen]).float()
+    tokens = torch.cat([ids for _, ids in chosen])
+    gaps = true_logits.amax(-1) - true_logits.gather(1, tokens[:, None])[:, 0]
+    return TokenCheck(
+        num_tokens=tokens.numel(),
+        num_equal=int((gaps == 0).sum()),
+        worst_gap=gaps.max().item(),
+        allowed_gap=FP32_TIE if dtype == torch.float32 else TIE_IN_BOUNDS * logits_bound,
+    )

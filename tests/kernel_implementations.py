@@ -1,0 +1,196 @@
+"""Which implementations of each op the kernel tests run, and how far each may be from the oracle.
+
+A new implementation joins every test of its op by one entry in ``IMPLEMENTATIONS``. The oracle is the op's reference,
+run in fp64 on the very numbers (rounded to the tested dtype) that the implementation got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+
+from pico_vllm.kernels import attention, embedding, linear, philox, rms_norm, rotary_embedding, sampling, swiglu
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to compute an op.
+
+    Attributes:
+        name: part of the test's id.
+        op: the callable, or ``AttentionOps``.
+        device: where its tensors must be.
+        dtypes: the ones it is tested in.
+        equals_hf_bitwise: it makes the roundings of transformers' CPU code, all of them.
+    """
+
+    name: str
+    op: Any
+    device: str = "cpu"
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    equals_hf_bitwise: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOps:
+    """Ops that share their metadata, so they are swapped together. The names are those of ``KernelBackend``."""
+
+    prepare_attention: Callable[..., Any]
+    store_kv: Callable[..., None]
+    paged_attention: Callable[..., torch.Tensor]
+
+
+REFERENCE_ATTENTION = AttentionOps(
+    attention.prepare_attention_reference, attention.store_kv_reference, attention.paged_attention_reference
+)
+CPU_ATTENTION = AttentionOps(attention.prepare_attention_cpu, attention.store_kv_cpu, attention.paged_attention_cpu)
+
+IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
+    "embedding": (
+        Implementation("reference", embedding.embedding_reference),
+        Implementation("cpu", embedding.embedding_cpu),
+    ),
+    "pack_linear": (
+        Implementation("dense", linear.pack_linear_dense),
+        Implementation("cpu", linear.pack_linear_cpu),
+    ),
+    "linear": (
+        Implementation("reference", linear.linear_reference),
+        Implementation("cpu", linear.linear_cpu),
+    ),
+    "rms_norm": (
+        Implementation("reference", rms_norm.rms_norm_reference),
+        Implementation("cpu", rms_norm.rms_norm_cpu, equals_hf_bitwise=True),
+    ),
+    "add_rms_norm": (
+        Implementation("reference", rms_norm.add_rms_norm_reference),
+        Implementation("cpu", rms_norm.add_rms_norm_cpu, equals_hf_bitwise=True),
+    ),
+    "rotary_embedding": (
+        Implementation("reference", rotary_embedding.rotary_embedding_reference, equals_hf_bitwise=True),
+        Implementation("cpu", rotary_embedding.rotary_embedding_cpu, equals_hf_bitwise=True),
+    ),
+    "attention": (
+        Implementation("reference", REFERENCE_ATTENTION),
+        Implementation("cpu", CPU_ATTENTION),
+    ),
+    "swiglu": (
+        Implementation("reference", swiglu.swiglu_reference),
+        Implementation("cpu", swiglu.swiglu_cpu, equals_hf_bitwise=True),
+    ),
+    "greedy": (
+        Implementation("reference", sampling.greedy_reference),
+        Implementation("cpu", sampling.greedy_cpu),
+    ),
+    "sample": (
+        Implementation("reference", sampling.sample_reference),
+        Implementation("cpu", sampling.sample_cpu),
+    ),
+    "uniform": (Implementation("cpu", philox.uniform_cpu),),  # uniform_reference is scalar: it is the expectation
+}
+
+
+def each_implementation(op: str, *, equal_to_hf: bool = False) -> pytest.MarkDecorator:
+    """Parametrise ``impl``."""
+    chosen = [impl for impl in IMPLEMENTATIONS[op] if impl.equals_hf_bitwise or not equal_to_hf]
+    return pytest.mark.parametrize("impl", chosen, ids=[impl.name for impl in chosen])
+
+
+def each_implementation_and_dtype(op: str, *, equal_to_hf: bool = False) -> pytest.MarkDecorator:
+    """Parametrise ``impl, dtype``."""
+    chosen = [
+        pytest.param(impl, dtype, id=f"{impl.name}-{str(dtype).removeprefix('torch.')}")
+        for impl in IMPLEMENTATIONS[op]
+        for dtype in impl.dtypes
+        if impl.equals_hf_bitwise or not equal_to_hf
+    ]
+    return pytest.mark.parametrize("impl, dtype", chosen)
+
+
+def all_tested_callables() -> dict[str, set[Callable[..., Any]]]:
+    """Op of ``KernelBackend`` → what is tested under its name."""
+    tested: dict[str, set[Callable[..., Any]]] = {op: set() for op in IMPLEMENTATIONS if op != "attention"}
+    for op, implementations in IMPLEMENTATIONS.items():
+        for impl in implementations:
+            if isinstance(impl.op, AttentionOps):
+                for field in fields(impl.op):
+                    tested.setdefault(field.name, set()).add(getattr(impl.op, field.name))
+            else:
+                tested[op].add(impl.op)
+    return tested
+
+
+# ------------------------------------------------------------------------------------------------------ tolerances
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """|actual - oracle| <= atol + rtol * |oracle|."""
+
+    rtol: float
+    atol: float
+    reason: str
+
+
+#: Half the distance from 1 to the next number: what one rounding may change, relatively.
+U32, U16, UB16 = 2.0**-24, 2.0**-11, 2.0**-8
+
+_NORM = "normalised value and product are each rounded: 2 u (first order), and the sum of squares in fp32 adds little"
+_NORM32 = "root, inverse and two products: 4 u; half of what a blockwise sum of 1536 squares loses: 4 u"
+_ROPE = "two products and their sum are rounded: u (|a cos| + |b sin|) + u |out| <= 2 u sqrt(2) 4, with |a|, |b| <= 4"
+_SWIGLU = "silu and product are each rounded: 2 u; atol is the smallest normal number, below which u grows"
+_SWIGLU32 = "2 u, exp and division of the sigmoid 4 u more"
+_LINEAR = "one rounding at the end: u; atol is fp32 summation of K <= 576 products near 1/24, times 2 of slack"
+_LINEAR32 = "no rounding but the summation's: sqrt(K) u sum |x w| <= 24 * 6e-8 * 15"
+_ATTEND = (
+    "weights and output are each rounded: u sum(w |v|) + u |out|, |v| <= 4, and the weights' sum isn't renormalised"
+)
+_ATTEND32 = "scores near 10 lose about 2.5 * 10 u, which is what exp makes of it relatively, times |v| <= 4"
+
+TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
+    ("rms_norm", torch.float32): Tolerance(8 * U32, 0.0, _NORM32),
+    ("rms_norm", torch.bfloat16): Tolerance(2.02 * UB16, 0.0, _NORM),
+    ("rms_norm", torch.float16): Tolerance(2.02 * U16, 2.0**-24, _NORM + "; atol is fp16's subnormal step"),
+    ("rotary_embedding", torch.float32): Tolerance(0.0, 12 * U32, _ROPE),
+    ("rotary_embedding", torch.bfloat16): Tolerance(0.0, 12 * UB16, _ROPE),
+    ("rotary_embedding", torch.float16): Tolerance(0.0, 12 * U16, _ROPE),
+    ("swiglu", torch.float32): Tolerance(6 * U32, 2.0**-126, _SWIGLU32),
+    ("swiglu", torch.bfloat16): Tolerance(2.02 * UB16, 2.0**-126, _SWIGLU),
+    ("swiglu", torch.float16): Tolerance(2.02 * U16, 2.0**-14 * U16 * 4, _SWIGLU),
+    ("linear", torch.float32): Tolerance(0.0, 2e-5, _LINEAR32),
+    ("linear", torch.bfloat16): Tolerance(1.01 * UB16, 4e-5, _LINEAR),
+    ("linear", torch.float16): Tolerance(1.01 * U16, 4e-5, _LINEAR),
+    ("attention", torch.float32): Tolerance(0.0, 25 * 4 * U32, _ATTEND32),
+    ("attention", torch.bfloat16): Tolerance(UB16, 4 * UB16, _ATTEND),
+    ("attention", torch.float16): Tolerance(U16, 4 * U16, _ATTEND),
+}
+
+
+def assert_near_oracle(op: str, actual: torch.Tensor, oracle: torch.Tensor) -> None:
+    """Compare with the fp64 oracle within the table's tolerance of actual's dtype; NaN is never equal."""
+    assert oracle.dtype == torch.float64
+    tolerance = TOLERANCES[op, actual.dtype]
+    torch.testing.assert_close(actual.double().cpu(), oracle.cpu(), rtol=tolerance.rtol, atol=tolerance.atol)
+
+
+def assert_bitwise(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Same dtype, shape and numbers; NaN equals NaN."""
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """``torch.empty`` gives NaN (integers: the largest), so an element that nobody writes is seen."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill

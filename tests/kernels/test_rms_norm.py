@@ -1,0 +1,164 @@
+import math
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from kernel_cases import NAN, ODD_SIZES, in_wider_rows, random_tensor
+from kernel_implementations import (
+    assert_bitwise,
+    assert_near_oracle,
+    each_implementation,
+    each_implementation_and_dtype,
+    uninitialised_memory_is_nan,
+)
+from pico_vllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+
+EPS = 1e-5
+HIDDEN_SIZES = (1, 63, 100, 576, 1536)
+
+
+def oracle(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
+    return rms_norm_reference(x.double(), weight.double(), eps)
+
+
+def hf_norm(weight: torch.Tensor, eps: float = EPS) -> LlamaRMSNorm:
+    norm = LlamaRMSNorm(weight.shape[0], eps).to(weight.dtype)
+    norm.weight.data.copy_(weight)
+    return norm
+
+
+@each_implementation_and_dtype("rms_norm")
+def test_rms_norm_of_3_and_4_is_by_hand(impl, dtype):
+    # mean square 12.5, so 3 and 4 become 0.8485 and 1.1314; eps 37.5 makes the root 50 ** 0.5 = 7.0711.
+    x = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=dtype, device=impl.device)
+    weight = torch.tensor([1.0, -2.0], dtype=dtype, device=impl.device)
+    expected = torch.tensor([[0.848528137423857, -2.262741699796952], [0.0, 0.0]], dtype=torch.float64)
+    assert_near_oracle("rms_norm", impl.op(x, weight, 0.0)[:1], expected[:1])
+    assert_near_oracle("rms_norm", impl.op(x, weight, 1e-9), expected)
+    expected = torch.tensor([[0.424264068711929, -1.131370849898476], [0.0, 0.0]], dtype=torch.float64)
+    assert_near_oracle("rms_norm", impl.op(x, weight, 37.5), expected)
+
+
+def test_reference_computes_fp64_in_fp64():
+    x, weight = random_tensor(3, 7, dtype=torch.float64), random_tensor(7, dtype=torch.float64, seed=1)
+    x += 1e-12 * random_tensor(3, 7, dtype=torch.float64, seed=2)  # digits that fp32 hasn't
+    for row, got in zip(x.tolist(), rms_norm_reference(x, weight, EPS).tolist(), strict=True):
+        root = math.sqrt(math.fsum(v * v for v in row) / len(row) + EPS)
+        assert got == pytest.approx([v / root * w for v, w in zip(row, weight.tolist(), strict=True)], rel=1e-15)
+
+
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
+@pytest.mark.parametrize("num_tokens", ODD_SIZES)
+@each_implementation_and_dtype("rms_norm")
+def test_rms_norm_is_near_the_oracle(impl, dtype, num_tokens, hidden_size):
+    x = random_tensor(num_tokens, hidden_size, dtype=dtype, device=impl.device)
+    weight = random_tensor(hidden_size, dtype=dtype, device=impl.device, seed=1)
+    with uninitialised_memory_is_nan():
+        y = impl.op(x, weight, EPS)
+    assert y.dtype == dtype
+    assert_near_oracle("rms_norm", y, oracle(x, weight))
+
+
+@pytest.mark.parametrize("magnitude", [1e-4, 100.0])
+@each_implementation_and_dtype("rms_norm")
+def test_rms_norm_is_near_the_oracle_for_small_and_large_rows(impl, dtype, magnitude):
+    # Squares near 1e-8 and 1e4: the first vanish beside eps and in fp16, a sum of the second overflows fp16.
+    x = random_tensor(5, 576, dtype=torch.float32, device=impl.device).mul_(magnitude).to(dtype)
+    weight = random_tensor(576, dtype=dtype, device=impl.device, seed=1)
+    assert_near_oracle("rms_norm", impl.op(x, weight, EPS), oracle(x, weight))
+
+
+@each_implementation_and_dtype("rms_norm")
+def test_rms_norm_of_a_strided_view_equals_that_of_its_copy(impl, dtype):
+    x = random_tensor(63, 100, dtype=dtype, device=impl.device)
+    weight = random_tensor(100, dtype=dtype, device=impl.device, seed=1)
+    view = in_wider_rows(x)
+    assert_near_oracle("rms_norm", impl.op(view, weight, EPS), oracle(x, weight))
+    assert_bitwise(view, x)
+
+
+@each_implementation_and_dtype("rms_norm")
+def test_rms_norm_returns_a_new_tensor_and_leaves_its_arguments_alone(impl, dtype):
+    x = random_tensor(7, 576, dtype=dtype, device=impl.device)
+    weight = random_tensor(576, dtype=dtype, device=impl.device, seed=1)
+    x_before, weight_before = x.clone(), weight.clone()
+    y = impl.op(x, weight, EPS)
+    y.fill_(7.0)
+    assert_bitwise(x, x_before)
+    assert_bitwise(weight, weight_before)
+
+
+@each_implementation_and_dtype("rms_norm")
+def test_nan_in_a_padded_row_spoils_only_that_row(impl, dtype):
+    x = random_tensor(5, 100, dtype=dtype, device=impl.device)
+    weight = random_tensor(100, dtype=dtype, device=impl.device, seed=1)
+    clean = impl.op(x, weight, EPS)
+    x[3, 50] = NAN
+    y = impl.op(x, weight, EPS)
+    assert y[3].isnan().all()
+    others = [0, 1, 2, 4]
+    assert_bitwise(y[others], clean[others])
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+@pytest.mark.parametrize("num_tokens", ODD_SIZES)
+@each_implementation_and_dtype("rms_norm", equal_to_hf=True)
+def test_rms_norm_equals_transformers_bitwise(impl, dtype, num_tokens, eps):
+    x = random_tensor(num_tokens, 576, dtype=dtype, device=impl.device)
+    weight = random_tensor(576, dtype=dtype, device=impl.device, seed=1)
+    with torch.inference_mode():
+        assert_bitwise(impl.op(x, weight, eps), hf_norm(weight, eps)(x))
+
+
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
+@pytest.mark.parametrize("num_tokens", ODD_SIZES)
+@each_implementation_and_dtype("add_rms_norm")
+def test_add_rms_norm_adds_in_the_dtype_and_normalises_the_rounded_sum(impl, dtype, num_tokens, hidden_size):
+    x = random_tensor(num_tokens, hidden_size, dtype=dtype, device=impl.device)
+    residual = random_tensor(num_tokens, hidden_size, dtype=dtype, device=impl.device, seed=1)
+    weight = random_tensor(hidden_size, dtype=dtype, device=impl.device, seed=2)
+    summed = x + residual
+    x_before = x.clone()
+    with uninitialised_memory_is_nan():
+        y, new_residual = impl.op(x, residual.clone(), weight, EPS)
+    assert_bitwise(new_residual, summed)
+    assert_near_oracle("rms_norm", y, oracle(summed, weight))
+    assert_bitwise(x, x_before)
+
+
+@each_implementation("add_rms_norm")
+def test_add_rms_norm_by_hand(impl):
+    x = torch.tensor([[1.0, 5.0]], device=impl.device)
+    residual = torch.tensor([[2.0, -1.0]], device=impl.device)
+    y, new_residual = impl.op(x, residual, torch.tensor([1.0, -2.0], device=impl.device), 0.0)
+    assert new_residual.tolist() == [[3.0, 4.0]]
+    expected = torch.tensor([[0.848528137423857, -2.262741699796952]], dtype=torch.float64)
+    assert_near_oracle("rms_norm", y, expected)
+
+
+@each_implementation("add_rms_norm")
+def test_add_rms_norm_results_do_not_share_memory(impl):
+    x, residual = (random_tensor(3, 8, dtype=torch.float32, device=impl.device, seed=seed) for seed in (0, 1))
+    y, new_residual = impl.op(x, residual, torch.ones(8, device=impl.device), EPS)
+    summed = new_residual.clone()
+    y.fill_(7.0)
+    assert_bitwise(new_residual, summed)
+
+
+def test_reference_leaves_the_residual_alone():
+    x, residual = (random_tensor(3, 8, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    before = residual.clone()
+    add_rms_norm_reference(x, residual, torch.ones(8), EPS)
+    assert_bitwise(residual, before)
+
+
+@each_implementation_and_dtype("add_rms_norm", equal_to_hf=True)
+def test_add_rms_norm_equals_a_residual_add_and_a_norm_of_transformers_bitwise(impl, dtype):
+    x = random_tensor(63, 576, dtype=dtype, device=impl.device)
+    residual = random_tensor(63, 576, dtype=dtype, device=impl.device, seed=1)
+    weight = random_tensor(576, dtype=dtype, device=impl.device, seed=2)
+    with torch.inference_mode():
+        summed = residual + x
+        y, _ = impl.op(x, residual, weight, EPS)
+        assert_bitwise(y, hf_norm(weight)(summed))

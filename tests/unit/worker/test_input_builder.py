@@ -1,0 +1,325 @@
+"""One step's tensors, to the last number, from hand-written SchedulerOutputs. Blocks hold 4 tokens throughout."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from pico_vllm import SamplingParams
+from pico_vllm.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from pico_vllm.worker.input_builder import InputBuilder
+
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_builder(max_num_seqs=4):
+    return InputBuilder(max_num_seqs, max_blocks_per_seq=5, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+
+
+def new(request_id, ids, blocks, *, computed=0, prompt=None, samples=True, params=GREEDY, seed=0):
+    """A request that the worker has no row for."""
+    data = NewRequestData(params, seed, len(ids) if prompt is None else prompt)
+    return ScheduledRequest(request_id, tuple(ids), computed, len(ids), tuple(blocks), samples, data)
+
+
+def chunk(request_id, ids, computed, blocks=(), *, samples=True):
+    return ScheduledRequest(request_id, tuple(ids), computed, len(ids), tuple(blocks), samples)
+
+
+def decode(request_id, computed, blocks=()):
+    return ScheduledRequest(request_id, (), computed, 1, tuple(blocks), True)
+
+
+def step(*scheduled, dropped=(), decodes=0):
+    return SchedulerOutput(scheduled, decodes, sum(request.num_new_tokens for request in scheduled), dropped)
+
+
+def arrays(batch):
+    """The batch as plain lists and numbers."""
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
+
+
+def record(builder, sampling, *token_ids):
+    builder.record_sampled(sampling.rows, torch.tensor(token_ids))
+
+
+# -------------------------------------------------------------------------------------------------------- the arrays
+def test_a_new_request_over_a_block_border():
+    batch, sampling = make_builder().build(step(new("a", [11, 12, 13, 14, 15, 16], [7, 2])))
+    assert arrays(batch) == {
+        "input_ids": [11, 12, 13, 14, 15, 16],
+        "positions": [0, 1, 2, 3, 4, 5],
+        "slot_mapping": [28, 29, 30, 31, 8, 9],
+        "block_tables": [[7, 2]],
+        "query_start_loc": [0, 6],
+        "seq_lens": [6],
+        "logits_indices": [5],
+        "num_decode_reqs": 0,
+        "max_query_len": 6,
+        "max_seq_len": 6,
+    }
+    assert sampling.rows.tolist() == [0] and sampling.random is None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "blocks", "slots"),
+    [(1, [3], [12]), (3, [3], [12, 13, 14]), (4, [3], [12, 13, 14, 15]), (5, [3, 1], [12, 13, 14, 15, 4])],
+)
+def test_slots_around_a_block_border(num_tokens, blocks, slots):
+    batch, _ = make_builder().build(step(new("a", range(num_tokens), blocks)))
+    assert batch.slot_mapping.tolist() == slots
+    assert batch.block_tables.tolist() == [blocks]
+
+
+def test_a_second_chunk_goes_on_where_the_first_ended():
+    builder = make_builder()
+    batch, sampling = builder.build(step(new("a", [11, 12, 13], [5], prompt=8, samples=False)))
+    assert batch.logits_indices.tolist() == [] and sampling.rows.tolist() == []
+    batch, _ = builder.build(step(chunk("a", [14, 15, 16, 17, 18], 3, [9])))
+    assert arrays(batch) == {
+        "input_ids": [14, 15, 16, 17, 18],
+        "positions": [3, 4, 5, 6, 7],
+        "slot_mapping": [23, 36, 37, 38, 39],
+        "block_tables": [[5, 9]],
+        "query_start_loc": [0, 5],
+        "seq_lens": [8],
+        "logits_indices": [4],
+        "num_decode_reqs": 0,
+        "max_query_len": 5,
+        "max_seq_len": 8,
+    }
+
+
+def test_a_new_request_may_start_behind_cached_tokens():
+    batch, _ = make_builder().build(step(new("a", [16, 17], [5, 9], computed=5, prompt=7)))
+    assert batch.positions.tolist() == [5, 6]
+    assert batch.slot_mapping.tolist() == [37, 38]
+    assert batch.seq_lens.tolist() == [7]
+
+
+def test_a_decode_takes_the_last_sampled_id_from_the_device():
+    builder = make_builder()
+    _, sampling = builder.build(step(new("a", [11, 12, 13, 14], [6]), new("b", [21], [3])))
+    record(builder, sampling, 77, 88)
+    batch, sampling = builder.build(step(decode("b", 1), decode("a", 4, [1]), decodes=2))
+    assert arrays(batch) == {
+        "input_ids": [88, 77],
+        "positions": [1, 4],
+        "slot_mapping": [13, 4],
+        "block_tables": [[3, 0], [6, 1]],
+        "query_start_loc": [0, 1, 2],
+        "seq_lens": [2, 5],
+        "logits_indices": [0, 1],
+        "num_decode_reqs": 2,
+        "max_query_len": 1,
+        "max_seq_len": 5,
+    }
+    record(builder, sampling, 99, 66)  # in the order of this step: b, a
+    batch, _ = builder.build(step(decode("a", 5), decode("b", 2), decodes=2))
+    assert batch.input_ids.tolist() == [66, 99]
+
+
+def test_a_request_that_did_not_run_keeps_its_last_id():
+    builder = make_builder()
+    _, sampling = builder.build(step(new("a", [11], [0]), new("b", [21], [1])))
+    record(builder, sampling, 77, 88)
+    _, sampling = builder.build(step(decode("a", 1), decodes=1))
+    record(builder, sampling, 78)
+    batch, _ = builder.build(step(decode("a", 2), decode("b", 1), decodes=2))
+    assert batch.input_ids.tolist() == [78, 88]
+
+
+def test_a_mixed_step_has_decodes_first_and_logits_only_where_something_is_sampled():
+    builder = make_builder()
+    first = [new("a", [11, 12, 13], [7]), new("b", [21, 22], [4], prompt=6, samples=False)]
+    _, sampling = builder.build(step(*first))
+    assert sampling.rows.tolist() == [0]
+    record(builder, sampling, 55)
+    batch, sampling = builder.build(
+        step(
+            decode("a", 3),
+            chunk("b", [23, 24, 25], 2, [0], samples=False),
+            new("c", [31, 32], [9]),
+            new("d", [41, 42, 43, 44, 45], [8, 1], prompt=9, samples=False),
+            decodes=1,
+        )
+    )
+    assert arrays(batch) == {
+        "input_ids": [55, 23, 24, 25, 31, 32, 41, 42, 43, 44, 45],
+        "positions": [3, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4],
+        "slot_mapping": [31, 18, 19, 0, 36, 37, 32, 33, 34, 35, 4],
+        "block_tables": [[7, 0], [4, 0], [9, 0], [8, 1]],
+        "query_start_loc": [0, 1, 4, 6, 11],
+        "seq_lens": [4, 5, 2, 5],
+        "logits_indices": [0, 5],
+        "num_decode_reqs": 1,
+        "max_query_len": 5,
+        "max_seq_len": 5,
+    }
+    assert sampling.rows.tolist() == [0, 2]
+
+
+def test_block_tables_grow_by_what_is_new_and_are_as_wide_as_the_longest_sequence():
+    builder = make_builder()
+    batch, _ = builder.build(step(new("a", [1] * 4, [9])))
+    assert batch.block_tables.tolist() == [[9]]
+    for computed, blocks, table in [
+        (4, [2], [9, 2]),
+        (5, [], [9, 2]),
+        (6, [], [9, 2]),
+        (7, [], [9, 2]),
+        (8, [5], [9, 2, 5]),
+    ]:
+        batch, _ = builder.build(step(decode("a", computed, blocks), decodes=1))
+        assert batch.block_tables.tolist() == [table]
+        assert batch.slot_mapping.tolist() == [table[-1] * BLOCK_SIZE + computed % BLOCK_SIZE]
+    batch, _ = builder.build(step(new("b", [1], [3])))
+    assert batch.block_tables.tolist() == [[3]], "a is not in this step"
+
+
+def test_blocks_given_ahead_of_their_tokens_are_kept():
+    builder = make_builder()
+    batch, _ = builder.build(step(new("a", [1, 1], [9, 2, 5], prompt=10, samples=False)))
+    assert batch.block_tables.tolist() == [[9]]
+    batch, _ = builder.build(step(chunk("a", [1] * 8, 2)))
+    assert batch.block_tables.tolist() == [[9, 2, 5]]
+    assert batch.slot_mapping.tolist() == [38, 39, 8, 9, 10, 11, 20, 21]
+
+
+def test_the_tensors_have_the_dtypes_that_kernels_rely_on_and_are_contiguous():
+    batch, sampling = make_builder().build(step(new("a", [1] * 6, [7, 2]), new("b", [1], [0])))
+    tensors = [value for name in batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)]
+    assert len(tensors) == 7
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert {tensor.dtype for tensor in (*tensors, sampling.rows)} == {torch.int32}
+
+
+def test_a_built_batch_is_not_changed_by_the_next_one():
+    builder = make_builder()
+    batch, sampling = builder.build(step(new("a", [11, 12, 13], [7])))
+    before = arrays(batch)
+    record(builder, sampling, 5)
+    builder.build(step(decode("a", 3), new("b", [9] * 6, [1, 2]), decodes=1))
+    assert arrays(batch) == before
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+def test_a_request_dropped_and_added_again_in_one_step_starts_from_nothing():
+    """Preempted and resumed at once: other blocks, and ids that it had sampled come back as known tokens."""
+    builder = make_builder()
+    _, sampling = builder.build(step(new("a", [11, 12, 13, 14, 15], [7, 2])))
+    record(builder, sampling, 77)
+    builder.build(step(decode("a", 5), decodes=1))
+    batch, _ = builder.build(step(new("a", [11, 12, 13], [5], prompt=5, samples=False), dropped=("a",)))
+    assert builder.num_rows == 1
+    assert batch.block_tables.tolist() == [[5]]
+    assert batch.slot_mapping.tolist() == [20, 21, 22]
+    batch, _ = builder.build(step(chunk("a", [14, 15, 77], 3, [6])))
+    assert batch.block_tables.tolist() == [[5, 6]]
+    assert batch.input_ids.tolist() == [14, 15, 77]
+    assert batch.slot_mapping.tolist() == [23, 24, 25]
+
+
+def test_rows_are_reused_after_drops_and_keep_nothing_of_their_last_request():
+    builder = make_builder(max_num_seqs=2)
+    random = SamplingParams(temperature=0.5, top_k=3, top_p=0.5, seed=1)
+    _, sampling = builder.build(step(new("a", [1] * 10, [7, 8, 9], params=random), new("b", [2], [1])))
+    rows = dict(zip("ab", sampling.rows.tolist(), strict=True))
+    record(builder, sampling, 77, 88)
+    batch, sampling = builder.build(step(new("c", [3], [4]), dropped=("a",)))
+    assert sampling.rows.tolist() == [rows["a"]]
+    assert sampling.random is None, "c is greedy, a was not"
+    assert batch.block_tables.tolist() == [[4]]
+    batch, sampling = builder.build(step(decode("b", 1), chunk("c", [3] * 8, 1, [5, 6]), decodes=1))
+    assert batch.input_ids.tolist()[0] == 88, "b still has its own row"
+    assert batch.block_tables.tolist() == [[1, 0, 0], [4, 5, 6]]
+
+
+def test_as_many_requests_as_there_are_rows_come_and_go_for_ever():
+    builder = make_builder(max_num_seqs=3)
+    live = []
+    for i in range(50):
+        dropped = (live.pop(0),) if len(live) == 3 else ()
+        request_id = f"request-{i}"
+        live.append(request_id)
+        batch, sampling = builder.build(step(new(request_id, [i], [i]), dropped=dropped))
+        record(builder, sampling, 1000 + i)
+        assert builder.num_rows == len(live)
+        assert batch.block_tables.tolist() == [[i]]
+    batch, _ = builder.build(step(*(decode(request_id, 1) for request_id in live), decodes=3))
+    assert batch.input_ids.tolist() == [1047, 1048, 1049]
+
+
+def test_a_drop_alone_frees_the_row():
+    builder = make_builder(max_num_seqs=1)
+    builder.build(step(new("a", [1], [0])))
+    builder.drop(("a",))
+    assert builder.num_rows == 0
+    builder.build(step(new("b", [1], [0])))
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+def test_no_sampling_parameters_are_sent_when_every_row_is_greedy():
+    _, sampling = make_builder().build(step(new("a", [1, 2], [0]), new("b", [3], [1])))
+    assert sampling.rows.tolist() == [0, 1]
+    assert sampling.random is None
+
+
+def test_a_random_request_that_does_not_sample_in_this_step_sends_nothing_either():
+    random = SamplingParams(temperature=0.7)
+    chunked = new("a", [1, 2], [0], prompt=5, samples=False, params=random)
+    _, sampling = make_builder().build(step(chunked, new("b", [3], [1])))
+    assert sampling.rows.tolist() == [1] and sampling.random is None
+
+
+def test_each_sampled_row_has_its_own_parameters():
+    first = SamplingParams(temperature=0.5, top_k=7, top_p=0.25)
+    second = SamplingParams(temperature=2.0, top_k=-1, top_p=0.75)
+    ignored = SamplingParams(temperature=0.0, top_k=9, top_p=0.1)
+    _, sampling = make_builder().build(
+        step(
+            new("a", [1, 2], [0], params=first, seed=11),
+            new("b", [1], [1], prompt=3, params=second, seed=12, samples=False),
+            new("c", [1], [2], params=ignored, seed=13),
+            new("d", [1], [3], params=second, seed=14),
+        )
+    )
+    random = sampling.random
+    assert sampling.rows.tolist() == [0, 2, 3]
+    assert random.greedy.tolist() == [False, True, False]
+    assert random.temperature.tolist() == [0.5, 1.0, 2.0]
+    assert random.top_k.tolist() == [7, 0, -1]
+    assert random.top_p.tolist() == [0.25, 1.0, 0.75]
+    assert random.seeds[[0, 2]].tolist() == [11, 14]
+    assert (random.greedy.dtype, random.temperature.dtype, random.top_p.dtype) == (torch.bool, *[torch.float32] * 2)
+    assert (random.top_k.dtype, random.seeds.dtype, random.positions.dtype) == (torch.int64,) * 3
+
+
+@pytest.mark.parametrize(
+    ("seed", "bits"),
+    [(0, 0), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**63 + 5, -(2**63) + 5), (2**64 - 1, -1)],
+)
+def test_a_seed_keeps_all_of_its_64_bits(seed, bits):
+    params = SamplingParams(temperature=1.0, seed=seed)
+    _, sampling = make_builder().build(step(new("a", [1], [0], params=params, seed=seed)))
+    assert sampling.random.seeds.tolist() == [bits]
+    assert sampling.random.seeds.item() & (2**64 - 1) == seed
+
+
+def test_the_position_is_the_index_in_the_output_however_the_request_got_there():
+    params = SamplingParams(temperature=1.0)
+    builder = make_builder()
+    _, sampling = builder.build(step(new("a", [1, 2, 3], [0], params=params)))
+    assert sampling.random.positions.tolist() == [0]
+    record(builder, sampling, 9)
+    for index in (1, 2):
+        _, sampling = builder.build(step(decode("a", 2 + index, [index]), decodes=1))
+        assert sampling.random.positions.tolist() == [index]
+        record(builder, sampling, 9)
+    # Preempted after three tokens and recomputed in two chunks: the next one is still number 3.
+    resumed = new("a", [1, 2, 3, 9], [4], prompt=3, params=params, samples=False)
+    builder.build(step(resumed, dropped=("a",)))
+    _, sampling = builder.build(step(chunk("a", [9, 9], 4, [5])))
+    assert sampling.random.positions.tolist() == [3]

@@ -1,0 +1,156 @@
+"""ModelRunner: which device, how many blocks, and other ops in a running engine."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import tiny_models
+from engine_runs import greedy, make_llm
+from pico_vllm.errors import ConfigError
+from pico_vllm.kernels.backend import CPU, REFERENCE, recording
+from pico_vllm.kernels.rms_norm import rms_norm_reference
+from pico_vllm.worker.model_runner import resolve_device
+
+PROMPTS = [[10, 20, 30, 40, 50], [7] * 17, [99]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("qwen2")
+    tiny_models.save_tiny_model(tiny_models.MODELS["qwen2-gqa6-d64-tied"], directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    return tokens(make_llm(checkpoint))
+
+
+def tokens(llm):
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy(6))]
+
+
+def runner_of(llm):
+    return llm.engine.core.executor.runner
+
+
+# ------------------------------------------------------------------------------------------------------- the device
+def pretend_gpus(monkeypatch, count):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "expected"),
+    [
+        ("cpu", 0, "cpu"),
+        ("cpu", 2, "cpu"),
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda:0"),
+        ("cuda", 1, "cuda:0"),
+        ("cuda:0", 1, "cuda:0"),
+        ("cuda:1", 2, "cuda:1"),
+    ],
+)
+def test_the_device_is_the_one_asked_for_and_auto_prefers_a_gpu(monkeypatch, name, num_gpus, expected):
+    pretend_gpus(monkeypatch, num_gpus)
+    assert resolve_device(name) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), ("cuda:2", 2), ("cuda:99", 8)]
+)
+def test_a_gpu_that_torch_does_not_see_is_refused_with_what_it_sees(monkeypatch, name, num_gpus):
+    pretend_gpus(monkeypatch, num_gpus)
+    with pytest.raises(ConfigError) as error:
+        resolve_device(name)
+    message = str(error.value)
+    assert f"device={name!r}" in message and f"sees {num_gpus} GPU(s)" in message and "device='cpu'" in message
+
+
+# ------------------------------------------------------------------------------------------------- dtype and memory
+@pytest.mark.parametrize(
+    ("option", "dtype"),
+    [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32)],
+)
+def test_weights_and_cache_have_the_dtype_asked_for(checkpoint, option, dtype):
+    runner = runner_of(make_llm(checkpoint, dtype=option))
+    assert runner.dtype == dtype
+    assert {cache.dtype for cache in runner.kv_caches} == {dtype}
+
+
+def test_the_pool_is_no_larger_than_every_sequence_at_full_length_needs(checkpoint):
+    llm = make_llm(checkpoint, num_gpu_blocks_override=None, max_num_seqs=3, max_model_len=100, block_size=16)
+    assert runner_of(llm).num_blocks == 3 * 7
+    assert llm.engine.core.limits.num_blocks == 21
+    assert [cache.shape[0] for cache in runner_of(llm).kv_caches] == [21] * 3
+
+
+# ----------------------------------------------------------------------------------------------- swapping an op
+def test_one_op_is_swapped_in_a_running_engine(checkpoint, expected):
+    calls = []
+
+    def counted_reference(*args):
+        calls.append("rms_norm")
+        return rms_norm_reference(*args)
+
+    llm = make_llm(checkpoint)
+    runner_of(llm).set_backend(dataclasses.replace(CPU, rms_norm=counted_reference))
+    assert tokens(llm) == expected
+    assert calls, "the op that was swapped in was never called"
+
+
+def test_an_op_is_swapped_between_two_steps_of_a_request(checkpoint, expected):
+    llm = make_llm(checkpoint)
+    llm.engine.add_request("r", PROMPTS[0], greedy(6))
+    found = []
+    for backend in (CPU, dataclasses.replace(CPU, swiglu=REFERENCE.swiglu), REFERENCE, CPU, REFERENCE, CPU):
+        runner_of(llm).set_backend(backend)
+        found += [token_id for delta in llm.engine.step() for token_id in delta.new_token_ids]
+    assert found == expected[0]
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_wrong_op_that_is_swapped_in_changes_the_result(checkpoint, expected):
+    """Or else the swap would prove nothing."""
+    llm = make_llm(checkpoint)
+    runner_of(llm).set_backend(dataclasses.replace(CPU, rms_norm=lambda x, weight, eps: -CPU.rms_norm(x, weight, eps)))
+    assert tokens(llm) != expected
+    runner_of(llm).set_backend(CPU)
+    assert tokens(llm) == expected
+
+
+def test_a_recording_backend_sees_every_op_of_a_step_and_changes_nothing(checkpoint, expected):
+    llm = make_llm(checkpoint)
+    seen = []
+    runner_of(llm).set_backend(recording(CPU, lambda op, args, result: seen.append(op)))
+    llm.engine.add_request("r", PROMPTS[0], greedy(1))
+    (delta,) = llm.engine.step()
+    assert list(delta.new_token_ids) == expected[0][:1]
+    layer = ["linear", "rotary_embedding", "store_kv", "paged_attention", "linear", "add_rms_norm"]
+    layer += ["linear", "swiglu", "linear", "add_rms_norm"]
+    assert seen == ["prepare_attention", "embedding", "rms_norm", *layer * 3, "linear", "greedy"]
+
+
+def test_parameters_are_shared_and_not_copied_by_a_swap(checkpoint):
+    runner = runner_of(make_llm(checkpoint))
+    before = runner._model.layers[1].mlp.down_proj.weight
+    runner.set_backend(REFERENCE)
+    assert runner._model.layers[1].mlp.down_proj.weight is before
+
+
+# ---------------------------------------------------------------------------------------------------------- rows
+def test_rows_of_ended_requests_go_with_the_next_step(checkpoint):
+    llm = make_llm(checkpoint)
+    tokens(llm)
+    llm.engine.add_request("r", PROMPTS[0], greedy(2))
+    llm.engine.step()
+    assert runner_of(llm).num_rows == 1
+
+
+def test_uninitialised_cache_memory_is_never_read(checkpoint, expected):
+    llm = make_llm(checkpoint)
+    for cache in runner_of(llm).kv_caches:
+        cache.fill_(float("nan"))
+    assert tokens(llm) == expected
