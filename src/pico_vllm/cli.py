@@ -1,4 +1,4 @@
-"""The command line: ``pico-vllm generate`` and ``pico-vllm env``.
+"""The command line: ``pico-vllm generate``, ``pico-vllm verify`` and ``pico-vllm env``.
 
 Parses, prints and exits; everything else is ``LLMEngine``'s. Text goes to stdout, progress, statistics and errors to
 stderr, so that output can be piped. Torch is imported only by the commands that need it.
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pico_vllm.outputs import RequestDelta, RequestOutput
     from pico_vllm.sampling_params import SamplingParams
 
+#: What the engine calls the phases of its start, and what a person reads.
+PHASES = {"download": "Downloading SmolLM2-135M-Instruct", "convert": "Converting it once", "load": "Loading weights"}
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -177,6 +179,49 @@ def generate(
         sys.exit(EXIT_INTERRUPTED)
 
 
+@app.command()
+def verify(
+    model: Annotated[
+        str | None, typer.Option(help="Directory with config.json and safetensors. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    backend: Annotated[Backend, typer.Option(help="Which implementations of the ops.")] = Backend.auto,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens a KV cache block.")] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step; small: prompts run in chunks.")] = 64,
+    all_points: Annotated[bool, typer.Option("--all-points", help="A row for every point, not one a layer.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Compare the engine with transformers after every sub-layer; exit code 1 and the op's name where they differ."""
+    from pico_vllm.config import EngineConfig
+    from pico_vllm.engine.llm_engine import LLMEngine
+    from pico_vllm.oracle.report import render
+    from pico_vllm.oracle.verify import verify as verify_engine
+
+    config = EngineConfig.from_options(
+        model=model,
+        dtype=dtype.value,
+        tensor_parallel_size=tp,
+        backend=backend.value,
+        device=device,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        skip_tokenizer_init=True,
+    )
+    with LoadingBars() as bars:
+        engine = LLMEngine(config, progress=bars.update)
+    result = verify_engine(engine)
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(render(result, all_points=all_points))
+    if not result.passes:
+        sys.exit(EXIT_ERROR)
+
+
 class Interrupt:
     """Ctrl-C lets the step in progress end and sets ``requested``; a second Ctrl-C stops at once."""
 
@@ -221,7 +266,9 @@ class LoadingBars:
         if what != self._what:
             self._close()
             self._what = what
-            self._bar = tqdm(total=total or None, desc=what, leave=False, disable=None, unit_scale=True)
+            self._bar = tqdm(
+                total=total or None, desc=PHASES.get(what, what), leave=False, disable=None, unit_scale=True
+            )
         self._bar.update(done - self._bar.n)
 
     def _close(self) -> None:

@@ -33,7 +33,8 @@ class LLMEngine:
 
     Args:
         config: of the engine.
-        progress: called with (what, done, total) while the model is fetched and loaded.
+        progress: called with (phase, done, total) while the model is fetched and loaded; phases are "download",
+            "convert" and "load".
 
     Raises:
         ConfigError, WeightLoadError: the model cannot be had, read or run here.
@@ -44,7 +45,7 @@ class LLMEngine:
         self.model_dir = _resolve_model_dir(config.model, progress)
         self.model_config = ModelConfig.from_directory(self.model_dir)
         self.tokenizer = self._load_tokenizer()
-        load_progress = None if progress is None else lambda done, total: progress("Loading weights", done, total)
+        load_progress = None if progress is None else lambda done, total: progress("load", done, total)
         self.core = EngineCore(config, self.model_config, self.model_dir, progress=load_progress)
         self._inputs = InputProcessor(self.tokenizer, self.model_config, self.core.limits, config.seed)
         self._outputs = OutputProcessor(self.tokenizer)

@@ -10,7 +10,8 @@ before attention runs, so fresh and cached context are read the same way. The qu
 ones: token i of [query_start_loc[s], query_start_loc[s + 1]) has position seq_lens[s] - query_len[s] + i.
 
 Contract: a token with slot -1 is not stored; a sequence with seq_len 0 has no tokens, or one whose output is 0; blocks
-and offsets past seq_len may hold NaN, and what is read of them is masked before it can spread. Softmax and sums are in fp32 or wider.
+and offsets past seq_len may hold NaN, and what is read of them is masked before it can spread. Softmax and sums are in
+fp32 or wider.
 Source: Vaswani et al. 2017; Kwon et al. 2023 (paged attention).
 
 ``prepare`` runs once a step and its result is shared by all layers: index arithmetic is not repeated a layer.

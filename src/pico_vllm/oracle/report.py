@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -46,21 +47,21 @@ def _settings(result: Verification) -> Text:
     return Text(
         f"{s['model']} ({s['architecture']}), {s['dtype']} on {s['device']}, backend {s['backend']}: "
         f"{len(s['prompt_lengths'])} prompts of {min(s['prompt_lengths'])} … {max(s['prompt_lengths'])} tokens, "
-        f"{s['num_new_tokens']} new tokens each, at most {s['max_num_batched_tokens']} tokens a step\n"
+        f"{s['num_new_tokens']} new tokens each, at most {s['max_num_batched_tokens']} tokens a step.\n"
+        f"Errors against transformers in fp32 at {result.errors[0].num_rows} positions (logits: "
+        f"{result.errors[-1].num_rows}): the largest and the RMS, the bound of the RMS, and the RMS of the values.\n"
     )
 
 
 def _table(errors: Sequence[PointError], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("point", no_wrap=True)
-    table.add_column("op", no_wrap=True)
-    for name in ("rows", "RMS value", "largest error", "RMS error", "bound"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
+    for name in ("value", "largest", "RMS", "bound", "verdict"):
+        table.add_column(name, justify="right", no_wrap=True)
     for e in errors:
-        numbers = (f"{x:.2e}" for x in (e.value_rms, e.largest, e.rms, e.bound))
+        numbers = (f"{x:.1e}" for x in (e.value_rms, e.largest, e.rms, e.bound))
         verdict = Text("ok", "green") if e.passes else Text("BROKEN", "bold red")
-        table.add_row(e.point.key, e.point.op, str(e.num_rows), *numbers, verdict)
+        table.add_row(e.point.key, *numbers, verdict)
     return table
 
 
