@@ -58,6 +58,8 @@ MODELS = {
             False,
             {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3_ROPE},
         ),
+        TinyModel("qwen3-gqa2-d128-untied", "Qwen3Config", "Qwen3ForCausalLM", 4, 2, 128, False),
+        TinyModel("qwen3-gqa4-d64-tied", "Qwen3Config", "Qwen3ForCausalLM", 4, 1, 64, True),
         TinyModel(
             "llama-linear-rope", "LlamaConfig", "LlamaForCausalLM", 2, 1, 64, True, {"rope_parameters": _LINEAR_ROPE}
         ),

@@ -153,7 +153,7 @@ class ModelConfig:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=is_qwen2 or bool(config.get("attention_bias", False)),
             attention_output_bias=not is_qwen2 and bool(config.get("attention_bias", False)),
-            mlp_bias=not is_qwen2 and bool(config.get("mlp_bias", False)),
+            mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
             dtype=_checkpoint_dtype(config),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_token_ids("eos_token_id", config.get("eos_token_id") if eos is None else eos),
@@ -162,7 +162,7 @@ class ModelConfig:
 
 
 #: HF architecture name → the module of ``pico_vllm.models`` that implements it.
-SUPPORTED_ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+SUPPORTED_ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 
 
 def _architecture(config: dict[str, Any]) -> str:

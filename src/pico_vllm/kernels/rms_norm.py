@@ -17,12 +17,13 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     """Normalise the last dimension.
 
     Args:
-        x: [num_tokens, hidden_size], any float dtype; fp64 stays fp64, everything else is computed in fp32.
-        weight: [hidden_size], same dtype.
+        x: [num_tokens, hidden_size], or [num_tokens, num_heads, head_dim] for a norm over heads, may be a strided view;
+            any float dtype; fp64 stays fp64, everything else is computed in fp32.
+        weight: [hidden_size] (or [head_dim]), same dtype.
         eps: added to the mean square.
 
     Returns:
-        [num_tokens, hidden_size], a new tensor of x's dtype.
+        A new tensor of x's shape and dtype.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(compute)

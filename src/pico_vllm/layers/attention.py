@@ -52,8 +52,12 @@ class SelfAttention:
         """
         num_tokens = x.shape[0]
         split = self.num_heads + self.num_kv_heads
-        heads = self.qkv_proj(x).view(num_tokens, split + self.num_kv_heads, self.head_dim)
+        heads = self.project(x)
         self._backend.rotary_embedding(heads[:, :split], cos_sin)
         self._backend.store_kv(heads[:, self.num_heads : split], heads[:, split:], kv_cache, metadata)
         attended = self._backend.paged_attention(heads[:, : self.num_heads], kv_cache, metadata, self.scale)
         return self.o_proj(attended.view(num_tokens, self.num_heads * self.head_dim))
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] → heads before rotation, [num_tokens, query + key + value heads, head_dim]."""
+        return self.qkv_proj(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)

@@ -6,6 +6,7 @@ Reads top down: parameters, one layer, the whole model. Holds no request state: 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,35 +32,50 @@ if TYPE_CHECKING:
 _T = TypeVar("_T", torch.Tensor, LinearWeight)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What the layers of one index are made of: its parameters, the configuration, the backend and the group."""
+
+    config: ModelConfig
+    index: int
+    parameters: Parameters
+    backend: KernelBackend
+    group: TensorParallelGroup
+
+    def linear(self, name: str) -> Linear:
+        """The matrix product ``layers.<index>.<name>``."""
+        return Linear(_get(self.parameters, f"layers.{self.index}.{name}", LinearWeight), self.backend)
+
+    def norm(self, name: str) -> RMSNorm:
+        """The norm ``layers.<index>.<name>``."""
+        weight = _get(self.parameters, f"layers.{self.index}.{name}", torch.Tensor)
+        return RMSNorm(weight, self.config.rms_norm_eps, self.backend, self.group)
+
+    @property
+    def head_shape(self) -> dict[str, int]:
+        """num_heads, num_kv_heads and head_dim of this rank."""
+        config = self.config
+        return {
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+        }
+
+
 class Qwen2DecoderLayer:
     """Attention and feed-forward, each on the normalised residual stream and added back to it."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        parameters: Parameters,
-        backend: KernelBackend,
-        group: TensorParallelGroup,
-    ) -> None:
-        def linear(name: str) -> Linear:
-            return Linear(_get(parameters, f"layers.{index}.{name}", LinearWeight), backend)
+    def __init__(self, parts: LayerParts) -> None:
+        self.input_layernorm = parts.norm("input_layernorm")
+        self.self_attn = self.attention(parts)
+        self.post_attention_layernorm = parts.norm("post_attention_layernorm")
+        self.mlp = GatedMLP(parts.linear("gate_up_proj"), parts.linear("down_proj"), parts.backend)
 
-        def norm(name: str) -> RMSNorm:
-            weight = _get(parameters, f"layers.{index}.{name}", torch.Tensor)
-            return RMSNorm(weight, config.rms_norm_eps, backend, group)
-
-        self.input_layernorm = norm("input_layernorm")
-        self.self_attn = SelfAttention(
-            linear("qkv_proj"),
-            linear("o_proj"),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            backend=backend,
+    def attention(self, parts: LayerParts) -> SelfAttention:
+        """Grouped-query attention; a model that normalises its heads puts its own here."""
+        return SelfAttention(
+            parts.linear("qkv_proj"), parts.linear("o_proj"), **parts.head_shape, backend=parts.backend
         )
-        self.post_attention_layernorm = norm("post_attention_layernorm")
-        self.mlp = GatedMLP(linear("gate_up_proj"), linear("down_proj"), backend)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, cos_sin: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
@@ -84,6 +100,8 @@ class Qwen2DecoderLayer:
 class Qwen2ForCausalLM:
     """The whole model."""
 
+    layer_class = Qwen2DecoderLayer
+
     def __init__(
         self,
         config: ModelConfig,
@@ -101,7 +119,7 @@ class Qwen2ForCausalLM:
             config.rope, config.head_dim, max_model_len, embedding.dtype, embedding.device
         )
         self.layers = [
-            Qwen2DecoderLayer(config, i, parameters, backend, group) for i in range(config.num_hidden_layers)
+            self.layer_class(LayerParts(config, i, parameters, backend, group)) for i in range(config.num_hidden_layers)
         ]
         self.norm = RMSNorm(_get(parameters, "norm", torch.Tensor), config.rms_norm_eps, backend, group)
         self.lm_head = LMHead(_get(parameters, "lm_head", LinearWeight), backend, group)
@@ -140,31 +158,36 @@ class Qwen2ForCausalLM:
     @classmethod
     def parameter_specs(cls, config: ModelConfig) -> list[ParameterSpec]:
         """What the checkpoint must hold, and how it is fused: q, k, v into qkv_proj; gate and up into gate_up_proj."""
-        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        q_size, kv_size, ffn = heads * config.head_dim, kv_heads * config.head_dim, config.intermediate_size
+        hidden = config.hidden_size
         specs: list[ParameterSpec] = [
             TensorSpec("embed_tokens", "model.embed_tokens.weight", (config.vocab_size, hidden))
         ]
         for i in range(config.num_hidden_layers):
-            ours, theirs = f"layers.{i}", f"model.layers.{i}"
-            qkv = tuple(f"{theirs}.self_attn.{name}_proj" for name in "qkv")
-            gate_up = (f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj")
-            specs += [
-                TensorSpec(f"{ours}.input_layernorm", f"{theirs}.input_layernorm.weight", (hidden,)),
-                LinearSpec(f"{ours}.qkv_proj", qkv, (q_size, kv_size, kv_size), hidden, config.qkv_bias),
-                LinearSpec(
-                    f"{ours}.o_proj", (f"{theirs}.self_attn.o_proj",), (hidden,), q_size, config.attention_output_bias
-                ),
-                TensorSpec(f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm.weight", (hidden,)),
-                LinearSpec(f"{ours}.gate_up_proj", gate_up, (ffn, ffn), hidden, config.mlp_bias),
-                LinearSpec(f"{ours}.down_proj", (f"{theirs}.mlp.down_proj",), (hidden,), ffn, config.mlp_bias),
-            ]
+            specs += cls.layer_specs(config, f"layers.{i}", f"model.layers.{i}")
         tied_to = "embed_tokens" if config.tie_word_embeddings else None
         specs += [
             TensorSpec("norm", "model.norm.weight", (hidden,)),
             LinearSpec("lm_head", ("lm_head",), (config.vocab_size,), hidden, tied_to=tied_to),
         ]
         return specs
+
+    @classmethod
+    def layer_specs(cls, config: ModelConfig, ours: str, theirs: str) -> list[ParameterSpec]:
+        """Parameters of one layer; ``ours`` and ``theirs`` are the prefixes of its names here and in the checkpoint."""
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        qkv = tuple(f"{theirs}.self_attn.{name}_proj" for name in "qkv")
+        gate_up = (f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj")
+        o_bias, mlp_bias = config.attention_output_bias, config.mlp_bias
+        return [
+            TensorSpec(f"{ours}.input_layernorm", f"{theirs}.input_layernorm.weight", (hidden,)),
+            LinearSpec(f"{ours}.qkv_proj", qkv, (q_size, kv_size, kv_size), hidden, config.qkv_bias),
+            LinearSpec(f"{ours}.o_proj", (f"{theirs}.self_attn.o_proj",), (hidden,), q_size, o_bias),
+            TensorSpec(f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm.weight", (hidden,)),
+            LinearSpec(f"{ours}.gate_up_proj", gate_up, (ffn, ffn), hidden, mlp_bias),
+            LinearSpec(f"{ours}.down_proj", (f"{theirs}.mlp.down_proj",), (hidden,), ffn, mlp_bias),
+        ]
 
 
 def _get(parameters: Parameters, name: str, kind: type[_T]) -> _T:
