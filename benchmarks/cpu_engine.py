@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
 
     llm = LLM(device="cpu", dtype="bfloat16")
-    hf = transformers.AutoModelForCausalLM.from_pretrained(llm.engine.model_dir, dtype=torch.bfloat16).eval()
+    hf = transformers.AutoModelForCausalLM.from_pretrained(llm.engine.source.path, dtype=torch.bfloat16).eval()
     prompts = make_prompts(max(CONCURRENCIES))
     check_same_tokens(llm, hf, prompts[:2])
 

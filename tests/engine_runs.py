@@ -1,21 +1,29 @@
-"""Running the engine in tests: greedy runs with the logits of every step, and the comparison that "equal" means.
+"""Running the engine in tests: runs with the logits of every step, and the comparisons that "equal" means.
 
 Equal, for fp32 on a CPU: log-probabilities within 1e-4, and tokens equal up to the first position where the two best
 logits lie closer than 1e-3 (rounding may then decide); the comparison says where that was.
+
+Equal, for bf16: a setting changes the shape of a batch and so the rounding of its products, after which tokens may
+part. So transformers is shown the run's own tokens, and the RMS error of the run's logits against transformers in fp32
+may be at most 1.5 x that of transformers' own bf16 run; and every token is the one that the logits it was chosen from,
+its seed and its position give.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pico_vllm import LLM, SamplingParams
-from pico_vllm.kernels.backend import recording
+from pico_vllm.kernels.backend import REFERENCE, recording
 
 MAX_LOGPROB_ERROR = 1e-4  # fp32: sums in another order over a few hundred terms, through a few layers
 MIN_TOP2_GAP = 1e-3
+MAX_BF16_ERROR_RATIO = 1.5
+MIN_BF16_POSITIONS = 512
 
 
 @dataclass
@@ -37,20 +45,37 @@ def make_llm(directory: Any, **options: Any) -> LLM:
     return LLM(str(directory), **(defaults | options))
 
 
-def run_with_logits(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Run]:
-    """Run prompts together and collect, through a recording backend, the logits each token was chosen from."""
+def run_with_logits(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    order: str = "together",
+) -> list[Run]:
+    """Run prompts and collect, through a recording backend, the logits each token was chosen from.
+
+    Args:
+        params: of all prompts, or of each.
+        order: in which the requests arrive: "together", "reversed", or "staggered" (one a step).
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    arrivals = [(str(i), prompt, param) for i, (prompt, param) in enumerate(zip(prompts, each, strict=True))]
+    rows: dict[str, list[torch.Tensor]] = {request_id: [] for request_id, _, _ in arrivals}
+    tokens: dict[str, list[int]] = {request_id: [] for request_id, _, _ in arrivals}
+    if order == "reversed":
+        arrivals.reverse()
+
     runner = llm.engine.core.executor.runner
     plain = runner.backend
     steps: list[torch.Tensor] = []
     runner.set_backend(recording(plain, lambda op, args, _: steps.append(args[0].clone()) if op == "greedy" else None))
-    rows: dict[str, list[torch.Tensor]] = {str(i): [] for i in range(len(prompts))}
-    tokens: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     plans: list[Any] = []
     runner.step_observer = plans.append
     try:
-        for i, prompt in enumerate(prompts):
-            llm.engine.add_request(str(i), prompt, params)
-        while llm.engine.has_unfinished_requests():
+        while arrivals or llm.engine.has_unfinished_requests():
+            for _ in range(1 if order == "staggered" else len(arrivals)):
+                if arrivals:
+                    llm.engine.add_request(*arrivals.pop(0))
             steps.clear()
             plans.clear()
             for delta in llm.engine.step():
@@ -62,6 +87,29 @@ def run_with_logits(llm: LLM, prompts: list[list[int]], params: SamplingParams) 
         runner.step_observer = None
         runner.set_backend(plain)
     return [Run(tokens[key], torch.stack(rows[key])) for key in rows]
+
+
+class Oracle:
+    """transformers on a checkpoint, asked again and again: what it computes for the tokens that the engine chose."""
+
+    def __init__(self, directory: Any, dtype: torch.dtype = torch.float32) -> None:
+        import transformers
+
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation="eager"
+        ).eval()
+
+    def logits(self, prompts: Sequence[list[int]], runs: Sequence[Run]) -> list[torch.Tensor]:
+        """[len(run.token_ids), vocab_size] of each run, at the positions its tokens were chosen at.
+
+        One forward pass; what is shorter is padded at its end, which no position before it can see.
+        """
+        sequences = [prompt + run.token_ids for prompt, run in zip(prompts, runs, strict=True)]
+        input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(s) for s in sequences], batch_first=True)
+        with torch.inference_mode():
+            logits = self._model(input_ids).logits
+        pairs = zip(logits, prompts, sequences, strict=True)
+        return [rows[len(prompt) - 1 : len(sequence) - 1] for rows, prompt, sequence in pairs]
 
 
 def assert_same_tokens(tokens: list[int], expected: list[int], expected_logits: torch.Tensor) -> None:
@@ -80,3 +128,40 @@ def assert_close_logprobs(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """|Δ logprob| <= 1e-4 everywhere."""
     error = (ours.float().log_softmax(-1) - theirs.float().log_softmax(-1)).abs().max().item()
     assert error <= MAX_LOGPROB_ERROR, f"largest logprob error {error:.2e}"
+
+
+def assert_bf16_error_is_bounded(
+    runs: Sequence[Run], exact: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
+) -> None:
+    """RMS logit error of all runs together <= 1.5 x that of transformers in bf16; both against transformers in fp32."""
+    truth = torch.cat(list(exact)).double()
+    assert len(truth) >= MIN_BF16_POSITIONS, f"{len(truth)} positions are too few for an RMS"
+    ours_rms, theirs_rms = (
+        (torch.cat(list(logits)).double() - truth).square().mean().sqrt().item()
+        for logits in ([run.logits for run in runs], theirs)
+    )
+    assert theirs_rms > 0, "nothing is compared: transformers in bf16 made no error"
+    assert ours_rms <= MAX_BF16_ERROR_RATIO * theirs_rms, (
+        f"RMS logit error {ours_rms:.2e}, that of transformers in bf16 is {theirs_rms:.2e}"
+    )
+
+
+def assert_tokens_follow_from_logits(run: Run, params: SamplingParams) -> None:
+    """Every token is what its own logits, seed and position give: no row was taken for another."""
+    num_tokens = len(run.token_ids)
+    if params.temperature == 0.0:
+        expected = REFERENCE.greedy(run.logits)
+    else:
+
+        def rows(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((num_tokens,), value, dtype=dtype)
+
+        seeds, positions = rows(params.seed or 0, torch.int64), torch.arange(num_tokens)
+        expected = REFERENCE.sample(
+            run.logits,
+            rows(params.temperature, torch.float32),
+            rows(params.top_k, torch.int64),
+            rows(params.top_p, torch.float32),
+            REFERENCE.uniform(seeds, torch.zeros_like(positions), positions),
+        )
+    assert run.token_ids == expected.tolist()

@@ -119,8 +119,11 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="One or more prompts; - reads stdin.")],
     model: Annotated[
         str | None,
-        typer.Option(help="Directory with config.json and safetensors. Default: SmolLM2-135M-Instruct, fetched once."),
+        typer.Option(
+            help="Directory, .gguf file or hub id (owner/name). Default: SmolLM2-135M-Instruct, fetched once."
+        ),
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt at most.")] = 128,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy. Default: the model's own setting, else greedy.")
@@ -150,6 +153,7 @@ def generate(
     texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
     config = EngineConfig.from_options(
         model=model,
+        revision=revision,
         dtype=dtype.value,
         load_format=load_format.value,
         device=device,
@@ -182,8 +186,9 @@ def generate(
 @app.command()
 def verify(
     model: Annotated[
-        str | None, typer.Option(help="Directory with config.json and safetensors. Default: SmolLM2-135M-Instruct.")
+        str | None, typer.Option(help="Directory, .gguf file or hub id (owner/name). Default: SmolLM2-135M-Instruct.")
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     backend: Annotated[Backend, typer.Option(help="Which implementations of the ops.")] = Backend.auto,
@@ -201,6 +206,7 @@ def verify(
 
     config = EngineConfig.from_options(
         model=model,
+        revision=revision,
         dtype=dtype.value,
         tensor_parallel_size=tp,
         backend=backend.value,
@@ -277,9 +283,13 @@ class LoadingBars:
             self._bar = None
 
 
+def _unit(phase: str) -> str:
+    return "B" if phase == "download" else "tensor"
+
+
 def _read_stdin() -> str:
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().removesuffix("\n")  # the one that echo and editors add
     except UnicodeDecodeError as error:
         raise RequestError(f"stdin is not valid {error.encoding} at byte {error.start}") from None
 
@@ -318,13 +328,15 @@ def _run_batch(steps: Iterable[list[RequestDelta]], texts: Sequence[str], echo: 
     from tqdm import tqdm
 
     finished: dict[int, RequestOutput] = {}
-    printed = 0
+    printed = num_tokens = 0
     with tqdm(total=len(texts), desc="Generating", unit="prompt", disable=None, leave=False) as bar:
         for deltas in steps:
             for delta in deltas:
+                num_tokens += len(delta.new_token_ids)
                 if delta.final is not None:
                     finished[int(delta.request_id)] = delta.final
                     bar.update()
+            bar.set_postfix_str(f"{num_tokens} tokens")
             while printed in finished:
                 text = finished[printed].outputs[0].text
                 with tqdm.external_write_mode(file=sys.stdout):
@@ -340,7 +352,8 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float, interrupted: bool
     line = f"{num_prompt} prompt + {num_new} new tokens in {seconds:.2f} s, {num_new / max(seconds, 1e-9):.1f} tok/s"
     first = [o.metrics.first_token_s - o.metrics.arrival_s for o in outputs if o.metrics and o.metrics.first_token_s]
     if first:
-        line += f", first token after {min(first) * 1e3:.0f} ms"
+        first_of_all = "first token" if len(outputs) == 1 else "earliest first token"
+        line += f", {first_of_all} after {min(first) * 1e3:.0f} ms"
     return f"{'interrupted: ' if interrupted else ''}{line} (finished: {', '.join(reasons) or 'none'})"
 
 

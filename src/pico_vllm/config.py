@@ -132,7 +132,8 @@ class ModelConfig:
         heads = _positive_int(config, "num_attention_heads")
         kv_heads = _positive_int(config, "num_key_value_heads", default=heads)
         hidden = _positive_int(config, "hidden_size")
-        head_dim = _positive_int(config, "head_dim", default=hidden // heads)
+        # Qwen3's head_dim is its own number; where the file is silent, transformers takes 128.
+        head_dim = _positive_int(config, "head_dim", default=128 if architecture.startswith("Qwen3") else hidden // heads)
         if heads % kv_heads:
             raise ConfigError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
         if head_dim % 2:
@@ -300,7 +301,9 @@ class EngineConfig:
     """Everything an engine is built from; see ``from_options`` for the flat form that users write.
 
     Attributes:
-        model: a directory with config.json and safetensors; None = the default model (SmolLM2-135M-Instruct).
+        model: a directory with config.json and safetensors, a .gguf file, or a hub id (owner/name); None = the default
+            model (SmolLM2-135M-Instruct).
+        revision: branch, tag or commit of a hub id.
         tokenizer: a directory with tokenizer.json; None = the model's.
         skip_tokenizer_init: load no tokenizer; prompts are token ids and outputs carry no text.
         dtype: "auto" (the checkpoint's) or one of ``DTYPES``.
@@ -311,6 +314,7 @@ class EngineConfig:
     """
 
     model: str | None = None
+    revision: str | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"

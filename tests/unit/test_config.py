@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from pico_vllm.config import BLOCK_SIZES, EngineConfig, ModelConfig, RopeConfig, cache_dir
+from pico_vllm.config import BLOCK_SIZES, SUPPORTED_ARCHITECTURES, EngineConfig, ModelConfig, RopeConfig, cache_dir
 from pico_vllm.errors import ConfigError
 
 # As published: the fields of config.json that say how the model computes.
@@ -58,6 +58,30 @@ QWEN2_5_1_5B = {
     "rms_norm_eps": 1e-06,
     "rope_theta": 1000000.0,
     "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_0_6B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
     "use_sliding_window": False,
@@ -113,8 +137,30 @@ def test_qwen2_5_is_read_as_published():
     )
 
 
+def test_qwen3_is_read_as_published_with_a_head_dim_of_its_own():
+    assert ModelConfig.from_hf_config(QWEN3_0_6B) == ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,  # not 1024 / 16
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1000000.0),
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        bos_token_id=151643,
+        eos_token_ids=(151645,),
+    )
+
+
 @pytest.mark.parametrize(
-    ("hf_class", "config"), [("LlamaConfig", LLAMA_3_2_1B), ("Qwen2Config", QWEN2_5_1_5B)], ids=["llama", "qwen2"]
+    ("hf_class", "config"),
+    [("LlamaConfig", LLAMA_3_2_1B), ("Qwen2Config", QWEN2_5_1_5B), ("Qwen3Config", QWEN3_0_6B)],
+    ids=["llama", "qwen2", "qwen3"],
 )
 def test_the_old_spelling_and_what_transformers_writes_of_it_are_the_same(hf_class, config):
     hf_config = getattr(transformers, hf_class)(**config)
@@ -123,7 +169,9 @@ def test_the_old_spelling_and_what_transformers_writes_of_it_are_the_same(hf_cla
         assert ModelConfig.from_hf_config(written) == ModelConfig.from_hf_config(config)
 
 
-@pytest.mark.parametrize(("hf_class", "architecture"), [("LlamaConfig", "Llama"), ("Qwen2Config", "Qwen2")])
+@pytest.mark.parametrize(
+    ("hf_class", "architecture"), [("LlamaConfig", "Llama"), ("Qwen2Config", "Qwen2"), ("Qwen3Config", "Qwen3")]
+)
 def test_the_defaults_are_those_of_transformers(hf_class, architecture):
     """A field that an old exporter left out means what transformers takes it for."""
     hf_config = getattr(transformers, hf_class)()
@@ -134,12 +182,15 @@ def test_the_defaults_are_those_of_transformers(hf_class, architecture):
     assert ModelConfig.from_hf_config(short) == ModelConfig.from_hf_config(full)
 
 
-def test_llama_biases_are_on_every_projection_and_qwen2_biases_on_qkv_alone():
-    biases = {"attention_bias": True, "mlp_bias": True}
-    llama = ModelConfig.from_hf_config(LLAMA_3_2_1B | biases)
-    qwen2 = ModelConfig.from_hf_config(QWEN2_5_1_5B | biases)  # transformers' Qwen2 does not look at them either
-    assert (llama.qkv_bias, llama.attention_output_bias, llama.mlp_bias) == (True, True, True)
-    assert (qwen2.qkv_bias, qwen2.attention_output_bias, qwen2.mlp_bias) == (True, False, False)
+@pytest.mark.parametrize(
+    ("config", "qkv", "output", "mlp"),
+    [(LLAMA_3_2_1B, True, True, True), (QWEN2_5_1_5B, True, False, False), (QWEN3_0_6B, True, True, False)],
+    ids=["llama", "qwen2", "qwen3"],
+)
+def test_biases_are_where_transformers_has_them(config, qkv, output, mlp):
+    """Llama asks both fields, Qwen3 one of them, and Qwen2 none: its q, k and v have biases and nothing else has."""
+    found = ModelConfig.from_hf_config(config | {"attention_bias": True, "mlp_bias": True})
+    assert (found.qkv_bias, found.attention_output_bias, found.mlp_bias) == (qkv, output, mlp)
 
 
 @pytest.mark.parametrize(("in_config", "ids"), [(None, ()), (7, (7,)), ([7], (7,)), ([7, 0, 9], (7, 0, 9)), ([], ())])
@@ -197,8 +248,8 @@ def test_the_checkpoint_dtype_is_found_under_both_names(fields, dtype):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "Qwen2ForCausalLM, LlamaForCausalLM"]),
-        ({"architectures": None, "model_type": "gpt2"}, ["gpt2", "Qwen2ForCausalLM, LlamaForCausalLM"]),
+        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", ", ".join(SUPPORTED_ARCHITECTURES)]),
+        ({"architectures": None, "model_type": "gpt2"}, ["gpt2", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quantised", "'awq'", "bf16, fp16 or fp32"]),
         ({"quantization_config": {"bits": 4}}, ["quantised", "'unknown'"]),
@@ -252,6 +303,7 @@ def rope(scaling, **fields):
         (None, RopeConfig(1000000.0)),
         ({"type": "default"}, RopeConfig(1000000.0)),
         ({"rope_type": "default"}, RopeConfig(1000000.0)),
+        ({"rope_type": "default", "partial_rotary_factor": 1.0}, RopeConfig(1000000.0)),
         ({"type": "linear", "factor": 2.0}, RopeConfig(1000000.0, "linear", 2.0, 32768)),
         ({"rope_type": "linear", "type": "linear", "factor": 2}, RopeConfig(1000000.0, "linear", 2, 32768)),
         (
@@ -460,7 +512,7 @@ def test_every_option_has_its_bounds_in_these_tables():
     names = {
         f.name for part in (config, config.cache, config.scheduler, config.parallel) for f in dataclasses.fields(part)
     }
-    assert names - {"cache", "scheduler", "parallel", "model", "tokenizer"} == set(BAD_OPTIONS)
+    assert names - {"cache", "scheduler", "parallel", "model", "revision", "tokenizer"} == set(BAD_OPTIONS)
 
 
 @pytest.mark.parametrize("part", ["cache", "scheduler", "parallel", None])

@@ -17,9 +17,8 @@ from pico_vllm.scheduler.scheduler import Scheduler
 from pico_vllm.worker.executor import UniProcExecutor
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pico_vllm.config import EngineConfig, ModelConfig
+    from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Progress
     from pico_vllm.outputs import EngineCoreOutput
     from pico_vllm.request import Request
@@ -45,10 +44,10 @@ class EngineCore:
     """The loop's body; whoever calls ``step`` is the loop."""
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, model_dir: Path, *, progress: Progress | None = None
+        self, config: EngineConfig, model_config: ModelConfig, source: ModelSource, *, progress: Progress | None = None
     ) -> None:
         max_model_len = _resolve_max_model_len(config, model_config)
-        self.executor = UniProcExecutor(config, model_config, model_dir, max_model_len=max_model_len, progress=progress)
+        self.executor = UniProcExecutor(config, model_config, source, max_model_len=max_model_len, progress=progress)
         self.kv_cache_manager = KVCacheManager(self.executor.num_blocks, config.cache.block_size)
         self.scheduler = Scheduler(
             kv_cache_manager=self.kv_cache_manager,

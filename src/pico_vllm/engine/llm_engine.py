@@ -6,18 +6,18 @@ CLI drive it; it has no loop of its own.
 
 from __future__ import annotations
 
+import json
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pico_vllm.config import EngineConfig, ModelConfig, cache_dir
+from pico_vllm.config import EngineConfig
 from pico_vllm.engine.engine_core import EngineCore
 from pico_vllm.engine.input_processor import InputProcessor
 from pico_vllm.engine.output_processor import OutputProcessor
 from pico_vllm.engine.stats import EngineStats
 from pico_vllm.engine.tokenizer import Tokenizer
-from pico_vllm.errors import ConfigError, RequestError
-from pico_vllm.models.default_model import ensure_default_model
+from pico_vllm.errors import RequestError
+from pico_vllm.models.source import GgufSource, find_model
 from pico_vllm.request import FinishReason
 from pico_vllm.sampling_params import SamplingParams
 
@@ -42,11 +42,11 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, *, progress: Callable[[str, int, int], None] | None = None) -> None:
         self.config = config
-        self.model_dir = _resolve_model_dir(config.model, progress)
-        self.model_config = ModelConfig.from_directory(self.model_dir)
+        self.source = find_model(config.model, config.revision, progress=progress)
+        self.model_config = self.source.model_config()
         self.tokenizer = self._load_tokenizer()
         load_progress = None if progress is None else lambda done, total: progress("load", done, total)
-        self.core = EngineCore(config, self.model_config, self.model_dir, progress=load_progress)
+        self.core = EngineCore(config, self.model_config, self.source, progress=load_progress)
         self._inputs = InputProcessor(self.tokenizer, self.model_config, self.core.limits, config.seed)
         self._outputs = OutputProcessor(self.tokenizer)
         self.stats = EngineStats()
@@ -102,18 +102,10 @@ class LLMEngine:
     def _load_tokenizer(self) -> Tokenizer | None:
         if self.config.skip_tokenizer_init:
             return None
-        return Tokenizer.from_directory(Path(self.config.tokenizer) if self.config.tokenizer else self.model_dir)
-
-
-def _resolve_model_dir(model: str | None, progress: Callable[[str, int, int], None] | None) -> Path:
-    if model is None:
-        return ensure_default_model(cache_dir(), progress=progress)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ConfigError(f"model={model!r} is a file; give a directory with config.json and *.safetensors")
-    raise ConfigError(
-        f"model={model!r} is not a directory; give one with config.json and *.safetensors "
-        "(fetching from a model hub is not implemented yet), or leave it out for the default model"
-    )
+        if self.config.tokenizer is not None:
+            return Tokenizer.from_directory(self.config.tokenizer)
+        if isinstance(self.source, GgufSource):
+            files = self.source.file.tokenizer_files()
+            config = json.loads(files["tokenizer_config.json"])
+            return Tokenizer.from_json(files["tokenizer.json"], config, source=str(self.source.path))
+        return Tokenizer.from_directory(self.source.path)

@@ -143,6 +143,9 @@ class CpuAttentionMetadata:
     covers_all_tokens: bool  # False when padded tokens exist: their output rows must be zeroed
 
 
+#: Decode calls with fewer (sequence, KV head) pairs use the fused attention of torch, larger ones two batched products:
+#: 18 against 39 µs for 1 x 3 heads, 80 against 55 for 8 x 3, 307 against 127 for 32 x 3 (context 160, bf16, 2 cores).
+_MIN_PAIRS_FOR_MATMUL = 16
 #: Gathered keys of one attention call, in elements: bounds the temporary memory of long contexts.
 _MAX_GATHERED_TOKENS = 1 << 18
 
@@ -248,7 +251,7 @@ def paged_attention_cpu(
         keys, values = _gather(cache_rows, rows, num_kv_heads, head_dim)
         # The group of a KV head is the query length of the call: [num_seqs, num_kv_heads, group, head_dim].
         q = query[rows.start : rows.end].reshape(rows.num_seqs, num_kv_heads, group, head_dim)
-        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=rows.mask, scale=scale)
+        attended = _attend_decodes(q, keys, values, rows.mask, scale)
         out[rows.start : rows.end] = attended.reshape(rows.num_seqs, -1, head_dim)
     for rows in metadata.prefills:
         keys, values = _gather(cache_rows, rows, num_kv_heads, head_dim)
@@ -258,6 +261,18 @@ def paged_attention_cpu(
         )
         out[rows.start : rows.end] = attended.squeeze(0).transpose(0, 1)
     return out
+
+
+def _attend_decodes(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """[num_seqs, num_kv_heads, group, head_dim] over [num_seqs, num_kv_heads, context, head_dim]."""
+    if query.shape[0] * query.shape[1] < _MIN_PAIRS_FOR_MATMUL:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    scores = torch.matmul(query, keys.transpose(2, 3)).float().mul_(scale)  # [num_seqs, num_kv_heads, group, context]
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    return torch.matmul(scores.softmax(dim=-1).to(values.dtype), values)
 
 
 def _gather(

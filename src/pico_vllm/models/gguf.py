@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,23 +167,25 @@ class GgufFile:
         Raises:
             WeightLoadError: a tensor's name or type is not supported; names it.
         """
-        head_counts = self._permuted_head_counts()
-        for tensor in self._tensors.values():
-            if tensor.name == _ROPE_FACTORS:
-                continue
-            weight = torch.from_numpy(_dequantize(tensor, self.path))
-            part = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
-            if part in head_counts:
-                weight = _undo_permutation(weight, head_counts[part])
-            yield self._hf_name(tensor.name), weight
+        for name in self.tensor_shapes():
+            yield name, self.tensor(name)
+
+    def tensor(self, hf_name: str) -> torch.Tensor:
+        """Return one tensor by its HF name, dequantised, as ``tensors`` yields it."""
+        tensor = self._by_hf_name[hf_name]
+        weight = torch.from_numpy(_dequantize(tensor, self.path))
+        part = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
+        if part in self._permuted_head_counts:
+            weight = _undo_permutation(weight, self._permuted_head_counts[part])
+        return weight
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every tensor's HF name and shape without reading its data, in the order of ``tensors``."""
-        return {
-            self._hf_name(tensor.name): _shape(tensor)
-            for tensor in self._tensors.values()
-            if tensor.name != _ROPE_FACTORS
-        }
+        return {name: _shape(tensor) for name, tensor in self._by_hf_name.items()}
+
+    @cached_property
+    def _by_hf_name(self) -> dict[str, ReaderTensor]:
+        return {self._hf_name(name): tensor for name, tensor in self._tensors.items() if name != _ROPE_FACTORS}
 
     def _hf_name(self, name: str) -> str:
         if name in _TOP_LEVEL_NAMES:
@@ -194,6 +197,7 @@ class GgufFile:
             )
         return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
 
+    @cached_property
     def _permuted_head_counts(self) -> dict[str, int]:
         """Which projections llama.cpp stores with permuted rows, with their heads: q and k of architecture llama."""
         if self.architecture != "llama":

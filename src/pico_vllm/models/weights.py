@@ -24,6 +24,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 #: Buffers that some exporters save although every model recomputes them.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+_SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DUMMY_STD = 0.02
 
 Parameters = dict[str, torch.Tensor | LinearWeight]
@@ -190,6 +191,9 @@ def load_parameters(
         row = 0
         for source in sources:
             tensor = checkpoint.read(source)
+            if tensor.dtype not in _SAVED_DTYPES:
+                kinds = ", ".join(str(d).removeprefix("torch.") for d in _SAVED_DTYPES)
+                raise WeightLoadError(f"{source} is saved as {tensor.dtype}: quantised weights are not read, only {kinds}")
             fused[row : row + tensor.shape[0]].copy_(tensor)
             row += tensor.shape[0]
         return fused

@@ -114,8 +114,9 @@ def verify(
     sequences, taps = _run_engine(engine, prompts, num_new_tokens)
 
     dtype = runner.dtype
-    truth_model = TransformersTaps(engine.model_dir, torch.float32, runner.device)
-    peer_model = None if dtype == torch.float32 else TransformersTaps(engine.model_dir, dtype, runner.device)
+    with engine.source.hf_directory() as directory:
+        truth_model = TransformersTaps(directory, torch.float32, runner.device)
+        peer_model = None if dtype == torch.float32 else TransformersTaps(directory, dtype, runner.device)
     has_qk_norm = any(key.endswith("q_norm") for key in runner.parameters)
     points = points_of(engine.model_config.num_hidden_layers, has_qk_norm=has_qk_norm)
     sums = {point.key: ErrorSum(point, dtype) for point in points}
@@ -131,7 +132,7 @@ def verify(
         chosen.append((truth["logits"][sampled], torch.tensor(token_ids)[[p + 1 for p in sampled]]))
     errors = [error_sum.result() for error_sum in sums.values()]
     settings = {
-        "model": str(engine.model_dir.name),
+        "model": str(engine.source.path.name),
         "architecture": engine.model_config.architecture,
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(runner.device),

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from pico_vllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pico_vllm.config import EngineConfig, ModelConfig
+    from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Progress
     from pico_vllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -21,12 +20,12 @@ class UniProcExecutor:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        model_dir: Path,
+        source: ModelSource,
         *,
         max_model_len: int,
         progress: Progress | None = None,
     ) -> None:
-        self.runner = ModelRunner(config, model_config, model_dir, max_model_len=max_model_len, progress=progress)
+        self.runner = ModelRunner(config, model_config, source, max_model_len=max_model_len, progress=progress)
         #: Learned from the memory that was left; the engine passes it on to the KV cache manager.
         self.num_blocks = self.runner.num_blocks
 

@@ -1,7 +1,7 @@
 """InputBuilder: keeps a row for each live request and turns a SchedulerOutput into a ForwardBatch.
 
 The scheduler sends only what is new; what a request has accumulated (block table, sampling parameters, last sampled id)
-stays in its row. Host arithmetic is vectorised numpy, and one packed int32 copy a step reaches the device. Only this
+stays in its row. Host arithmetic is vectorised numpy; one packed int32 copy a step reaches the device. Only this
 class writes the rows.
 """
 
@@ -79,6 +79,7 @@ class InputBuilder:
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self._arange = np.arange(max_num_seqs + 1)
         #: The last sampled id of each row; written by ``record_sampled``, read by the next step without a host copy.
         self._last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
 
@@ -94,70 +95,53 @@ class InputBuilder:
             The batch, and how to sample from its logits. Tensors are new each step.
         """
         self.drop(step.dropped_request_ids)
-        scheduled = step.scheduled
-        num_seqs, num_tokens = len(scheduled), step.num_tokens
-        rows = np.empty(num_seqs, dtype=np.int64)
-        starts = np.empty(num_seqs, dtype=np.int64)  # first position of each sequence
-        query_lens = np.empty(num_seqs, dtype=np.int64)
-        input_ids = np.empty(num_tokens, dtype=_INT32)
-        from_device: list[int] = []  # sequences whose id is the last sampled one
-        sampled: list[int] = []  # sequences whose logits are wanted
-        token = 0
-        for s, request in enumerate(scheduled):
-            rows[s] = self._update_row(request)
-            starts[s] = request.num_computed_tokens
-            query_lens[s] = request.num_new_tokens
-            if request.new_token_ids:
-                input_ids[token : token + request.num_new_tokens] = request.new_token_ids
-            else:
-                from_device.append(s)
-                input_ids[token] = 0
-            if request.samples:
-                sampled.append(s)
-            token += request.num_new_tokens
-        assert token == num_tokens
-
-        query_start_loc = np.zeros(num_seqs + 1, dtype=np.int64)
-        np.cumsum(query_lens, out=query_start_loc[1:])
-        seq_lens = starts + query_lens
-        sequence_of = np.repeat(np.arange(num_seqs), query_lens) if num_tokens > num_seqs else np.arange(num_seqs)
-        positions = np.arange(num_tokens) + (starts - query_start_loc[:-1])[sequence_of]
+        num_seqs = len(step.scheduled)
+        rows = np.array([self._update_row(request) for request in step.scheduled])
+        starts = np.array([request.num_computed_tokens for request in step.scheduled])
+        if step.num_tokens == num_seqs:  # one token each, as in every step of pure decoding
+            max_query_len = 1
+            query_start_loc, sequence_of = self._arange[: num_seqs + 1], self._arange[:num_seqs]
+            positions, seq_lens = starts, starts + 1
+        else:
+            query_lens = np.array([request.num_new_tokens for request in step.scheduled])
+            max_query_len = int(query_lens.max())
+            query_start_loc = np.zeros(num_seqs + 1, dtype=np.int64)
+            np.cumsum(query_lens, out=query_start_loc[1:])
+            sequence_of = np.repeat(self._arange[:num_seqs], query_lens)
+            positions = np.arange(step.num_tokens) + (starts - query_start_loc[:-1])[sequence_of]
+            seq_lens = starts + query_lens
         max_seq_len = int(seq_lens.max())
         tables = self._block_tables[rows, : -(-max_seq_len // self._block_size)]
-        blocks = tables[sequence_of, positions // self._block_size].astype(np.int64)
-        slot_mapping = blocks * self._block_size + positions % self._block_size
-        sampled_seqs = np.array(sampled, dtype=np.int64)
-        sampled_rows = rows[sampled_seqs]
-        logits_indices = query_start_loc[1:][sampled_seqs] - 1
-        device_seqs = np.array(from_device, dtype=np.int64)
-
-        parts = self._to_device(
-            input_ids,
+        blocks = tables[sequence_of, positions // self._block_size]
+        slot_mapping = blocks.astype(np.int64) * self._block_size + positions % self._block_size
+        sampled = np.array([s for s, request in enumerate(step.scheduled) if request.samples], dtype=np.int64)
+        sampled_rows = rows[sampled]
+        continued = [s for s, request in enumerate(step.scheduled) if not request.new_token_ids]
+        sent = self._to_device(
             positions,
             slot_mapping,
             query_start_loc,
             seq_lens,
-            logits_indices,
+            query_start_loc[sampled + 1] - 1,
             tables.reshape(-1),
             sampled_rows,
-            query_start_loc[device_seqs],
-            rows[device_seqs],
+            self._host_ids(step, len(continued)),
+            rows[continued],
+            query_start_loc[continued],
         )
-        if from_device:
-            parts[0][parts[8]] = self._last_token_ids[parts[9]]
         batch = ForwardBatch(
-            input_ids=parts[0],
-            positions=parts[1],
-            slot_mapping=parts[2],
-            query_start_loc=parts[3],
-            seq_lens=parts[4],
-            logits_indices=parts[5],
-            block_tables=parts[6].view(num_seqs, -1),
+            input_ids=self._input_ids(*sent[7:]),
+            positions=sent[0],
+            slot_mapping=sent[1],
+            query_start_loc=sent[2],
+            seq_lens=sent[3],
+            logits_indices=sent[4],
+            block_tables=sent[5].view(num_seqs, -1),
             num_decode_reqs=step.num_decode_reqs,
-            max_query_len=int(query_lens.max()),
+            max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-        return batch, self._sampling_batch(parts[7], sampled_rows, seq_lens[sampled_seqs])
+        return batch, self._sampling_batch(sent[6], sampled_rows, seq_lens[sampled])
 
     def drop(self, request_ids: Sequence[str]) -> None:
         """Free the rows of requests that have ended or were preempted."""
@@ -169,6 +153,22 @@ class InputBuilder:
         self._last_token_ids[rows] = token_ids.to(torch.int32)
 
     # --------------------------------------------------------------------------------------------------- private
+    @staticmethod
+    def _host_ids(step: SchedulerOutput, num_continued: int) -> np.ndarray:
+        """Ids that the scheduler has sent, 0 where a row's last sampled id belongs; empty when they all do."""
+        if num_continued == step.num_tokens:
+            return np.empty(0, dtype=_INT32)
+        return np.fromiter((i for r in step.scheduled for i in r.new_token_ids or (0,)), _INT32, step.num_tokens)
+
+    def _input_ids(
+        self, host_ids: torch.Tensor, continued_rows: torch.Tensor, continued_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """[num_tokens] int32: ids from the host, and the last sampled ids of the rows that continue."""
+        last_ids = self._last_token_ids.index_select(0, continued_rows)
+        if host_ids.shape[0] == 0:
+            return last_ids
+        return host_ids.index_copy_(0, continued_tokens.long(), last_ids)
+
     def _update_row(self, request: ScheduledRequest) -> int:
         row = self._row_of[request.request_id] if request.new_request is None else self._add(request)
         if request.new_block_ids:
@@ -215,7 +215,7 @@ class InputBuilder:
 
     def _to_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """One int32 copy for all arrays; the results are views of it."""
-        pin = self._device.type == "cuda"
-        packed = torch.empty(sum(a.size for a in arrays), dtype=torch.int32, pin_memory=pin)
-        np.concatenate(arrays, out=packed.numpy(), casting="same_kind")
-        return list(packed.to(self._device, non_blocking=True).split([a.size for a in arrays]))
+        packed = torch.from_numpy(np.concatenate(arrays, dtype=_INT32, casting="same_kind"))
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        return list(packed.split_with_sizes([a.size for a in arrays]))

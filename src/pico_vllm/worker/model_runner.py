@@ -12,7 +12,7 @@ from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
 from pico_vllm.errors import ConfigError
 from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
 from pico_vllm.models.registry import model_class
-from pico_vllm.models.weights import ParameterPlace, SafetensorsCheckpoint, dummy_parameters, load_parameters
+from pico_vllm.models.weights import ParameterPlace, dummy_parameters, load_parameters
 from pico_vllm.scheduler_output import ModelRunnerOutput
 from pico_vllm.worker.input_builder import InputBuilder
 from pico_vllm.worker.kv_cache_memory import allocate_kv_caches, resolve_num_blocks
@@ -20,9 +20,9 @@ from pico_vllm.worker.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from pico_vllm.config import EngineConfig, ModelConfig
+    from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Parameters, Progress
     from pico_vllm.scheduler_output import SchedulerOutput
     from pico_vllm.worker.input_builder import SamplingBatch
@@ -38,7 +38,7 @@ class ModelRunner:
     Args:
         config: of the engine.
         model_config: of the model.
-        model_dir: where its checkpoint is.
+        source: where its checkpoint is.
         max_model_len: positions a sequence may have.
         progress: called with (parameters loaded, parameters in all).
 
@@ -51,7 +51,7 @@ class ModelRunner:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        model_dir: Path,
+        source: ModelSource,
         *,
         max_model_len: int,
         progress: Progress | None = None,
@@ -62,7 +62,7 @@ class ModelRunner:
         self.dtype = _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
         self._max_model_len = max_model_len
         backend = REFERENCE if config.backend == "reference" else CPU
-        self.parameters = self._load_parameters(config, model_dir, backend, progress)
+        self.parameters = self._load_parameters(config, source, backend, progress)
         self.set_backend(backend)
 
         block_size = config.cache.block_size
@@ -132,13 +132,13 @@ class ModelRunner:
         return ids
 
     def _load_parameters(
-        self, config: EngineConfig, model_dir: Path, backend: KernelBackend, progress: Progress | None
+        self, config: EngineConfig, source: ModelSource, backend: KernelBackend, progress: Progress | None
     ) -> Parameters:
         specs = model_class(self.model_config.architecture).parameter_specs(self.model_config)
         place = ParameterPlace(self.dtype, self.device, backend.pack_linear)
         if config.load_format == "dummy":
             return dummy_parameters(specs, place, seed=config.seed, progress=progress)
-        with SafetensorsCheckpoint(model_dir) as checkpoint:
+        with source.open_checkpoint() as checkpoint:
             return load_parameters(specs, checkpoint, place, progress=progress)
 
 

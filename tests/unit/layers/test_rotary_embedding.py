@@ -118,7 +118,7 @@ def test_the_table_equals_the_rotary_layer_of_transformers(name, dtype):
     layer = LlamaRotaryEmbedding(hf_config(SCALINGS[name], 64))
     cos, sin = layer(torch.empty(0, dtype=dtype), positions[None].long())  # [1, num_tokens, 64], halves repeated
     assert rows.dtype == dtype and rows.shape == (7, 64)
-    # yarn's frequencies differ in their last bit, 6e-8, times position 4095; that may turn one rounding, a unit of 1.
+    # yarn's frequencies differ in their last bit, 6e-8, times position 4095: that may turn one rounding of a 1 … 2.
     tolerance = {torch.float32: 3e-4, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(rows[:, :32], cos[0, :, :32], rtol=0, atol=tolerance)
     torch.testing.assert_close(rows[:, 32:], sin[0, :, :32], rtol=0, atol=tolerance)

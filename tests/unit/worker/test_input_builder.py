@@ -161,6 +161,29 @@ def test_a_mixed_step_has_decodes_first_and_logits_only_where_something_is_sampl
     assert sampling.rows.tolist() == [0, 2]
 
 
+def test_decodes_find_their_ids_in_their_own_rows_beside_prompts():
+    builder = make_builder()
+    _, sampling = builder.build(step(new("a", [11], [0]), new("b", [21], [1]), new("c", [31], [2])))
+    record(builder, sampling, 51, 52, 53)
+    batch, _ = builder.build(step(decode("c", 1), decode("a", 1), new("d", [41, 42], [3]), decodes=2))
+    assert batch.input_ids.tolist() == [53, 51, 41, 42]
+    assert batch.slot_mapping.tolist() == [9, 1, 12, 13]
+    assert batch.query_start_loc.tolist() == [0, 1, 2, 4]
+
+
+def test_a_chunk_of_one_known_token_rides_with_the_decodes():
+    builder = make_builder()
+    first = [new("a", [11], [0]), new("b", [21, 22], [1], prompt=3, samples=False)]
+    _, sampling = builder.build(step(*first))
+    record(builder, sampling, 51)
+    batch, sampling = builder.build(step(chunk("b", [23], 2), decode("a", 1), decodes=2))
+    assert batch.input_ids.tolist() == [23, 51]
+    assert batch.positions.tolist() == [2, 1]
+    assert batch.slot_mapping.tolist() == [6, 1]
+    assert batch.seq_lens.tolist() == [3, 2]
+    assert sampling.rows.tolist() == [1, 0]
+
+
 def test_block_tables_grow_by_what_is_new_and_are_as_wide_as_the_longest_sequence():
     builder = make_builder()
     batch, _ = builder.build(step(new("a", [1] * 4, [9])))
@@ -232,9 +255,11 @@ def test_rows_are_reused_after_drops_and_keep_nothing_of_their_last_request():
     assert sampling.rows.tolist() == [rows["a"]]
     assert sampling.random is None, "c is greedy, a was not"
     assert batch.block_tables.tolist() == [[4]]
-    batch, sampling = builder.build(step(decode("b", 1), chunk("c", [3] * 8, 1, [5, 6]), decodes=1))
-    assert batch.input_ids.tolist()[0] == 88, "b still has its own row"
-    assert batch.block_tables.tolist() == [[1, 0, 0], [4, 5, 6]]
+    batch, sampling = builder.build(step(decode("c", 1), chunk("b", [2] * 8, 1, [5, 6]), decodes=1))
+    assert batch.block_tables.tolist() == [[4, 0, 0], [1, 5, 6]], "nothing of a's [7, 8, 9]"
+    record(builder, sampling, 66, 99)
+    batch, _ = builder.build(step(decode("b", 9), decode("c", 2), decodes=2))
+    assert batch.input_ids.tolist() == [99, 66]
 
 
 def test_as_many_requests_as_there_are_rows_come_and_go_for_ever():
