@@ -26,7 +26,8 @@ ROOT = Path(__file__).parent
 DEV_ENV = ROOT / ".nox" / "dev"
 CONSTRAINTS = "ci/constraints-cpu.txt"
 
-UNIT_TESTS = "not model and not multiprocess and not slow"
+UNIT_TESTS = "not model and not tokenizer and not multiprocess and not slow"
+MIN_COVERED_PERCENT = 90
 SDIST_MUST_HAVE = (
     "LICENSE",
     "README.md",
@@ -171,7 +172,7 @@ def multiprocess(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=REQUIRES)
 def model(session: nox.Session) -> None:
     """The real default model against transformers; fetches it on the first run."""
-    run_pytest(session, "tests/unit", "-m", "model and not slow")
+    run_pytest(session, "tests/unit", "-m", "(model or tokenizer) and not slow")
 
 
 @nox.session(venv_backend="none", requires=REQUIRES)
@@ -241,6 +242,26 @@ def extended(session: nox.Session) -> None:
     interpreter = {} if NUM_GPUS else {"TRITON_INTERPRET": "1"}
     run_pytest(session, "tests/unit", "-m", "slow", env={"PICO_ALLOW_NO_TESTS": "1"})
     run_pytest(session, "tests/kernels", "-m", "slow", env={"PICO_ALLOW_NO_TESTS": "1", **interpreter})
+
+
+@nox.session(venv_backend="none", requires=REQUIRES, default=False)
+def coverage(session: nox.Session) -> None:
+    """The CPU tiers under coverage: enough lines of src must run, but for the GPU-only places in pyproject.toml."""
+    if not has_module("pytest_cov"):
+        session.skip("pytest-cov isn't installed in the Python in use")
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}  # the same lines on every machine
+    measure = ("-m", "not slow", "--cov")
+    run_pytest(session, "tests/unit", *measure, "--cov-report=", num_workers=2, env=no_gpu)
+    run_pytest(
+        session,
+        "tests/kernels",
+        *measure,
+        "--cov-append",
+        "--cov-report=term-missing:skip-covered",
+        f"--cov-fail-under={MIN_COVERED_PERCENT}",
+        num_workers=2,
+        env={**no_gpu, "TRITON_INTERPRET": "1"},
+    )
 
 
 @nox.session(venv_backend="none", requires=GPU_REQUIRES, default=False)

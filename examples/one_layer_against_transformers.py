@@ -29,6 +29,7 @@ CONFIG = Qwen2Config(
     num_attention_heads=6,
     num_key_value_heads=2,
 )
+CONFIG._attn_implementation = "eager"  # the plain formula
 
 
 class StateDict:

@@ -133,7 +133,8 @@ class ModelConfig:
         kv_heads = _positive_int(config, "num_key_value_heads", default=heads)
         hidden = _positive_int(config, "hidden_size")
         # Qwen3's head_dim is its own number; where the file is silent, transformers takes 128.
-        head_dim = _positive_int(config, "head_dim", default=128 if architecture.startswith("Qwen3") else hidden // heads)
+        default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
+        head_dim = _positive_int(config, "head_dim", default=default_head_dim)
         if heads % kv_heads:
             raise ConfigError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
         if head_dim % 2:

@@ -7,6 +7,7 @@ Called by ``gguf`` and ``default_model``; imports no torch, so that finding a fi
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -46,10 +47,11 @@ def publish_checkpoint(finished: Path, target: Path) -> None:
         try:
             os.rename(finished, target)
             return
-        except OSError:
+        except OSError as error:
             if is_complete_checkpoint(target):
                 return
-            if not target.is_dir():
+            # Not `target.is_dir()`: another process may have retired the directory since the rename failed.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         retired = finished.with_name(f"{_SCRATCH_PREFIX}retired-{secrets.token_hex(4)}")
         try:

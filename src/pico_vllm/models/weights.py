@@ -192,8 +192,7 @@ def load_parameters(
         for source in sources:
             tensor = checkpoint.read(source)
             if tensor.dtype not in _SAVED_DTYPES:
-                kinds = ", ".join(str(d).removeprefix("torch.") for d in _SAVED_DTYPES)
-                raise WeightLoadError(f"{source} is saved as {tensor.dtype}: quantised weights are not read, only {kinds}")
+                raise WeightLoadError(f"{source} is saved as {tensor.dtype}; quantised weights are not read")
             fused[row : row + tensor.shape[0]].copy_(tensor)
             row += tensor.shape[0]
         return fused

@@ -210,6 +210,27 @@ def test_two_at_once_both_get_the_model_of_the_first(world, monkeypatch, start):
     assert names(world.cache / "models") == [MODEL_DIR_NAME]
 
 
+def test_a_broken_directory_that_another_process_retires_meanwhile_is_no_error(tmp_path, monkeypatch):
+    """Between our failed rename and our look at the target, the other one has moved it away."""
+    finished, target = tmp_path / "finished", tmp_path / "target"
+    for directory in (finished, target):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+    rename = os.rename
+
+    def retired_by_another(source, destination):
+        monkeypatch.setattr(os, "rename", rename)
+        try:
+            rename(source, destination)
+        finally:
+            rename(target, tmp_path / "retired by another")
+
+    monkeypatch.setattr(os, "rename", retired_by_another)
+    checkpoint_directory.publish_checkpoint(finished, target)
+    assert names(target) == ["config.json"]
+    assert not finished.exists()
+
+
 def test_what_a_killed_process_left_is_removed_and_what_a_live_one_holds_is_not(world):
     old, new = (world.cache / "models" / f".scratch-{name}" for name in ("1-old", "2-new"))
     for scratch in (old, new):

@@ -204,6 +204,15 @@ def test_a_tensor_that_would_broadcast_into_place_is_refused(tmp_path, shape):
     assert "model.layers.0.norm.weight has shape" in refusal(tmp_path)
 
 
+def test_a_tensor_saved_in_a_quantised_dtype_is_refused_by_name(tmp_path):
+    tensors = make_tensors()
+    name = next(iter(tensors))
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightLoadError, match=rf"{name} is saved as torch.int8"):
+        load(tmp_path)
+
+
 class WatchedCheckpoint:
     """Shapes of a whole model, one of them wrong, and a note of everything that is read."""
 
