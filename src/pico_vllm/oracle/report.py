@@ -29,7 +29,7 @@ def render(result: Verification, *, all_points: bool = False) -> RenderableType:
         parts.append(_table(result.errors, "Every point"))
     else:
         worst = [
-            max(group, key=lambda e: e.rms / e.bound if e.passes else float("inf"))
+            max(group, key=_nearness)
             for _, group in groupby(
                 result.errors, key=lambda e: e.point.layer if e.point.layer is not None else e.point.key
             )
@@ -42,6 +42,10 @@ def render(result: Verification, *, all_points: bool = False) -> RenderableType:
     return Group(*parts)
 
 
+def _nearness(e: PointError) -> float:
+    return max(e.rms / e.bound, e.worst_row / e.row_bound) if e.passes else float("inf")
+
+
 def _settings(result: Verification) -> Text:
     s = result.settings
     return Text(
@@ -49,17 +53,18 @@ def _settings(result: Verification) -> Text:
         f"{len(s['prompt_lengths'])} prompts of {min(s['prompt_lengths'])} … {max(s['prompt_lengths'])} tokens, "
         f"{s['num_new_tokens']} new tokens each, at most {s['max_num_batched_tokens']} tokens a step.\n"
         f"Errors against transformers in fp32 at {result.errors[0].num_rows} positions (logits: "
-        f"{result.errors[-1].num_rows}): the largest and the RMS, the bound of the RMS, and the RMS of the values.\n"
+        f"{result.errors[-1].num_rows}): largest error; RMS error and its bound; RMS error of the worst position "
+        "relative to its values, and its bound.\n"
     )
 
 
 def _table(errors: Sequence[PointError], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("point", no_wrap=True)
-    for name in ("value", "largest", "RMS", "bound", "verdict"):
+    for name in ("largest", "RMS", "bound", "worst", "bound", "verdict"):
         table.add_column(name, justify="right", no_wrap=True)
     for e in errors:
-        numbers = (f"{x:.1e}" for x in (e.value_rms, e.largest, e.rms, e.bound))
+        numbers = (f"{x:.1e}" for x in (e.largest, e.rms, e.bound, e.worst_row, e.row_bound))
         verdict = Text("ok", "green") if e.passes else Text("BROKEN", "bold red")
         table.add_row(e.point.key, *numbers, verdict)
     return table

@@ -30,7 +30,7 @@ CORPUS = {
     + " " * 33
     + "e\t\t\tf\n\n\ng\r\n\r\nh \n \n i\u00a0\u00a0j\u3000k\u2003l\x0b\x0cm  ",
     "only-whitespace": " \n\t  \n ",
-    "code": 'def f(x: int) -> str:\n\tif x <= 0x10:\n        return {"a": [1, 2.5e-3]}[f"{x!r}"]  # ok\n\n#endif // &&||',
+    "code": 'def f(x: int) -> str:\n\tif x <= 0x10:\n        return {"a": [1, 2.5e-3]}[f"{x!r}"]  # ok\n#if a && b;',
     "json-and-markup": '{"k":[null,true,-1.5e+10],"s":"\\u00e9\\n"}<p class="x">&amp;</p>\n```py\n$\\frac{a}{b}$\n```',
     "control-characters": "".join(map(chr, range(32))) + "\x7f\x80\x9f\u200b\u200e\u2028\u2029\ufeff\ufff9\ufffd",
     "far-planes": "𝕳𝖊𝖑𝖑𝖔 𐍈 𓀀 \U0001f9ff \U000e0041 \U000f0000 \U0010ffff \ue000",

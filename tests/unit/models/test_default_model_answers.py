@@ -98,7 +98,7 @@ def test_a_second_start_neither_fetches_nor_converts(default_model_dir, monkeypa
     monkeypatch.setattr("pico_vllm.models.gguf.convert_gguf", forbidden)
     phases = []
     llm = LLM(**OPTIONS, progress=lambda what, done, total: phases.append(what))
-    assert llm.engine.model_dir == default_model_dir
+    assert llm.engine.source.path == default_model_dir
     assert default_model_dir.is_relative_to(cache_dir())
     assert set(phases) == {"load"}
     assert {path.name: path.stat().st_mtime_ns for path in default_model_dir.iterdir()} == before
