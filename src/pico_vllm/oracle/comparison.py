@@ -28,9 +28,9 @@ FLOOR_ULPS = 1.0
 #: fp32: RMS error in units of the point's RMS value. Sums in another order over a few thousand terms give about 1e-6 a
 #: layer; a wrong eps of 1e-6 instead of 1e-5 gives 1e-4 and more.
 FP32_RELATIVE_BOUND = 2e-5
-#: The worst position: 20 x the bound of the mean in fp32 (positions differ in size and so in error), 4 x the worst
+#: The worst position: 10 x the bound of the mean in fp32 (positions differ in size and so in error), 4 x the worst
 #: position of transformers in 16 bits.
-FP32_ROW_BOUND = 20 * FP32_RELATIVE_BOUND
+FP32_ROW_BOUND = 10 * FP32_RELATIVE_BOUND
 MAX_ROW_RATIO = 4.0
 
 

@@ -1,0 +1,84 @@
+"""``pico-vllm verify``: options, output, exit code."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import tiny_models
+
+from pico_vllm import cli
+from pico_vllm.worker.model_runner import ModelRunner
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("qwen2")
+    tiny_models.save_tiny_model(tiny_models.MODELS["qwen2-gqa3-d128-untied"], directory)
+    return directory
+
+
+@pytest.fixture
+def run(checkpoint, monkeypatch, capsys):
+    """``pico-vllm verify --model <tiny> …`` → (exit code, stdout, stderr)."""
+
+    def verify(*arguments):
+        monkeypatch.setattr(
+            sys, "argv", ["pico-vllm", "verify", "--model", str(checkpoint), "--device", "cpu", *arguments]
+        )
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return verify
+
+
+@pytest.mark.parametrize("arguments", [(), ("--dtype", "float32"), ("--backend", "reference", "--block-size", "32")])
+def test_a_right_engine_passes_with_exit_code_0(run, arguments):
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert "PASSED: all 39 points" in out
+    assert "layers.2." in out
+
+
+def test_json_is_json_and_nothing_else(run):
+    code, out, _ = run("--json", "--dtype", "float32", "--max-num-batched-tokens", "7")
+    result = json.loads(out)
+    assert code == 0
+    assert result["passes"] is True
+    assert len(result["points"]) == 39
+    assert (result["settings"]["dtype"], result["settings"]["max_num_batched_tokens"]) == ("float32", 7)
+
+
+def test_all_points_shows_every_point(run):
+    _, out, _ = run("--all-points")
+    assert sum(line.strip().startswith("layers.") for line in out.splitlines()) == 36
+
+
+def test_a_wrong_engine_fails_with_exit_code_1_and_names_the_op(run, monkeypatch):
+    load = ModelRunner._load_parameters
+
+    def drops_a_bias(self, *args):
+        parameters = load(self, *args)
+        parameters["layers.1.qkv_proj"] = dataclasses.replace(parameters["layers.1.qkv_proj"], bias=None)
+        return parameters
+
+    monkeypatch.setattr(ModelRunner, "_load_parameters", drops_a_bias)
+    code, out, _ = run("--dtype", "float32")
+    assert code == 1
+    assert "FAILED: the first point that differs is layers.1.qkv_proj, made by linear" in out
+    code, out, _ = run("--dtype", "float32", "--json")
+    assert code == 1
+    assert json.loads(out)["first_failure"] == {"point": "layers.1.qkv_proj", "op": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("--tp", "2"), "tensor_parallel_size=2"), (("--dtype", "int8"), "int8"), (("--backend", "x"), "reference")],
+)
+def test_what_cannot_be_verified_is_one_line(run, arguments, words):
+    code, out, err = run(*arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert words in err
