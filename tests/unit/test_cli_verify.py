@@ -5,8 +5,8 @@ import json
 import sys
 
 import pytest
-import tiny_models
 
+import tiny_models
 from pico_vllm import cli
 from pico_vllm.worker.model_runner import ModelRunner
 
