@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 #: What the engine calls the phases of its start, and what a person reads.
 PHASES = {"download": "Downloading SmolLM2-135M-Instruct", "convert": "Converting it once", "load": "Loading weights"}
 EXIT_ERROR = 1
+EXIT_DIFFERS = 2  # of verify: the engine ran, and what it computed is not what transformers computes
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 app = typer.Typer(
@@ -62,6 +63,7 @@ class Backend(StrEnum):
     auto = "auto"
     cpu = "cpu"
     reference = "reference"
+    triton = "triton"
 
 
 def main() -> None:
@@ -198,7 +200,7 @@ def verify(
     all_points: Annotated[bool, typer.Option("--all-points", help="A row for every point, not one a layer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Compare the engine with transformers after every sub-layer; exit code 1 and the op's name where they differ."""
+    """Compare the engine with transformers after every sub-layer; exit code 2 and the op's name where they differ."""
     from pico_vllm.config import EngineConfig
     from pico_vllm.engine.llm_engine import LLMEngine
     from pico_vllm.oracle.report import render
@@ -219,13 +221,13 @@ def verify(
         engine = LLMEngine(config, progress=bars.update)
     result = verify_engine(engine)
     if as_json:
-        print(json.dumps(result.to_dict(), indent=2))
+        print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
         from rich.console import Console
 
         Console().print(render(result, all_points=all_points))
     if not result.passes:
-        sys.exit(EXIT_ERROR)
+        sys.exit(EXIT_DIFFERS)
 
 
 class Interrupt:
@@ -272,19 +274,15 @@ class LoadingBars:
         if what != self._what:
             self._close()
             self._what = what
-            self._bar = tqdm(
-                total=total or None, desc=PHASES.get(what, what), leave=False, disable=None, unit_scale=True
-            )
+            is_bytes = what == "download"
+            unit, desc = "B" if is_bytes else "tensor", PHASES.get(what, what)
+            self._bar = tqdm(total=total or None, desc=desc, leave=False, disable=None, unit=unit, unit_scale=is_bytes)
         self._bar.update(done - self._bar.n)
 
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-def _unit(phase: str) -> str:
-    return "B" if phase == "download" else "tensor"
 
 
 def _read_stdin() -> str:

@@ -20,6 +20,9 @@ from pico_vllm.errors import ConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")
 BACKENDS = ("auto", "cpu", "reference")
+#: Sizes are int32 on the device; rows are made for every running request.
+MAX_SIZE = 2**31 - 1
+MAX_NUM_SEQS = 1 << 16
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -56,7 +59,8 @@ class RopeConfig:
         """Read ``rope_parameters`` (transformers >= 5) or ``rope_theta`` + ``rope_scaling`` (before)."""
         parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
         scaling = {name: value for name, value in parameters.items() if value is not None}
-        theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        theta = scaling.pop("rope_theta", config.get("rope_theta"))
+        theta = 10000.0 if theta is None else theta
         rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
         scaling.pop("type", None)
         if rope_type not in SUPPORTED_ROPE_TYPES:
@@ -72,7 +76,9 @@ class RopeConfig:
             scaling["original_max_position_embeddings"] = config.get("max_position_embeddings", 0)
         if rope_type != "default" and not scaling.get("factor", 0) >= 1.0:
             raise ConfigError(f"rope type {rope_type!r} needs factor >= 1, got {scaling.get('factor')!r}")
-        return cls(theta=float(theta), rope_type=rope_type, **scaling)
+        if rope_type == "llama3" and not scaling.get("low_freq_factor", 0) < scaling.get("high_freq_factor", 0):
+            raise ConfigError("rope type 'llama3' needs low_freq_factor < high_freq_factor")
+        return cls(theta=_positive_float("rope_theta", theta), rope_type=rope_type, **scaling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     #: temperature, top_k, top_p of ``generation_config.json`` where it asks for sampling; empty = greedy.
     default_sampling: dict[str, Any] = field(default_factory=dict)
+    #: What that file asks for and the engine can't do yet, for a warning.
+    ignored_sampling: tuple[str, ...] = ()
 
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
@@ -109,10 +117,8 @@ class ModelConfig:
         generation = _read_json(generation_path) if generation_path.is_file() else {}
         try:
             return cls.from_hf_config(config, generation)
-        except ConfigError:
-            raise
-        except (TypeError, ValueError, AttributeError) as error:  # say, a text where a number belongs
-            raise ConfigError(f"{directory / 'config.json'} holds a value of the wrong type: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{directory / 'config.json'}: {error}") from None
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -125,7 +131,15 @@ class ModelConfig:
         Raises:
             ConfigError: an architecture, activation, rope scaling, quantisation or window this engine doesn't have.
         """
-        generation = generation or {}
+        try:
+            return cls._from_hf_config(config, generation or {})
+        except (TypeError, ValueError, AttributeError) as error:  # say, a text where a number belongs
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"config.json holds a value of the wrong type: {error}") from None
+
+    @classmethod
+    def _from_hf_config(cls, config: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         architecture = _architecture(config)
         eos = generation.get("eos_token_id")
         _refuse_unsupported(config)
@@ -150,16 +164,17 @@ class ModelConfig:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             max_position_embeddings=_positive_int(config, "max_position_embeddings"),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_positive_float("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             rope=RopeConfig.from_hf_config(config),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=is_qwen2 or bool(config.get("attention_bias", False)),
-            attention_output_bias=not is_qwen2 and bool(config.get("attention_bias", False)),
-            mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+            qkv_bias=is_qwen2 or _flag(config, "attention_bias"),
+            attention_output_bias=not is_qwen2 and _flag(config, "attention_bias"),
+            mlp_bias=architecture == "LlamaForCausalLM" and _flag(config, "mlp_bias"),
             dtype=_checkpoint_dtype(config),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_token_ids("eos_token_id", config.get("eos_token_id") if eos is None else eos),
             default_sampling=_default_sampling(generation),
+            ignored_sampling=_ignored_sampling(generation),
         )
 
 
@@ -169,6 +184,8 @@ SUPPORTED_ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwe
 
 def _architecture(config: dict[str, Any]) -> str:
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise ConfigError(f"config.json: architectures={names!r} must be a list of names")
     for name in names:
         if name in SUPPORTED_ARCHITECTURES:
             return str(name)
@@ -195,10 +212,28 @@ def _checkpoint_dtype(config: dict[str, Any]) -> str:
     return name
 
 
+#: What ``generation_config.json`` may say of sampling, and whether the engine has it: what it lacks is not used, and is
+#: told (``ModelConfig.ignored_sampling``) rather than dropped in silence.
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p")
+_SAMPLING_NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "penalty_alpha": 0.0}
+
+
+def _ignored_sampling(generation: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(
+        f"{key}={generation[key]!r}"
+        for key, neutral in _SAMPLING_NEUTRAL.items()
+        if generation.get(key) not in (None, neutral)
+    )
+
+
 def _default_sampling(generation: dict[str, Any]) -> dict[str, Any]:
     if not generation.get("do_sample"):
         return {}
-    return {key: generation[key] for key in ("temperature", "top_k", "top_p") if generation.get(key) is not None}
+    defaults = {key: generation[key] for key in _SAMPLING_DEFAULTS if generation.get(key) is not None}
+    for key, value in defaults.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"generation_config.json: {key}={value!r} must be a number")
+    return defaults
 
 
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:
@@ -207,6 +242,19 @@ def _token_ids(key: str, value: Any) -> tuple[int, ...]:
     if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
         raise ConfigError(f"{key}={value!r} must be a token id, a list of them, or null")
     return ids
+
+
+def _positive_float(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"config.json: {name}={value!r} must be a finite number above 0")
+    return float(value)
+
+
+def _flag(config: dict[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"config.json: {key}={value!r} must be true or false")
+    return bool(value)
 
 
 def _positive_int(config: dict[str, Any], key: str, *, default: int | None = None) -> int:
@@ -254,7 +302,7 @@ class CacheConfig:
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size={self.block_size!r} must be one of {', '.join(map(str, BLOCK_SIZES))}")
         _check_at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1, optional=True)
-        _check_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
+        _check_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True, high=1 << 60)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be in (0, 1]")
@@ -280,9 +328,9 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
 
     def __post_init__(self) -> None:
-        _check_at_least("max_num_seqs", self.max_num_seqs, 1)
+        _check_at_least("max_num_seqs", self.max_num_seqs, 1, high=MAX_NUM_SEQS)
         _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _check_at_least("max_model_len", self.max_model_len, 1, optional=True)
+        _check_at_least("max_model_len", self.max_model_len, 2, optional=True)  # a prompt and a new token
         _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
 
 
@@ -308,7 +356,7 @@ class EngineConfig:
         tokenizer: a directory with tokenizer.json; None = the model's.
         skip_tokenizer_init: load no tokenizer; prompts are token ids and outputs carry no text.
         dtype: "auto" (the checkpoint's) or one of ``DTYPES``.
-        load_format: "auto" (safetensors) or "dummy" (seeded random weights; only config.json is read).
+        load_format: "auto" (safetensors) or "dummy" (seeded random weights; no safetensors are read).
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
         backend: which implementations of the ops: "auto", "cpu" (vectorised torch, any device), "reference" (naive).
         seed: seeds requests that name no seed, and dummy weights.
@@ -331,8 +379,12 @@ class EngineConfig:
         _check_bool("skip_tokenizer_init", self.skip_tokenizer_init)
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
+        if self.backend == "triton":
+            raise ConfigError("backend='triton' is not implemented yet; use 'auto', 'cpu' (any device) or 'reference'")
         _check_choice("backend", self.backend, BACKENDS)
-        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ConfigError(f"tokenizer={self.tokenizer!r} would be ignored: skip_tokenizer_init=True loads none")
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             raise ConfigError(f"device={self.device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed!r} must be an integer, 0 … 2**63-1")
@@ -375,8 +427,10 @@ def _check_bool(name: str, value: bool) -> None:
         raise ConfigError(f"{name}={value!r} must be True or False")
 
 
-def _check_at_least(name: str, value: int | None, low: int, *, optional: bool = False) -> None:
+def _check_at_least(name: str, value: int | None, low: int, *, optional: bool = False, high: int = MAX_SIZE) -> None:
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name}={value!r} must be an integer >= {low}" + (", or None" if optional else ""))
+    if value > high:
+        raise ConfigError(f"{name}={value!r} must be at most {high}")

@@ -12,15 +12,18 @@ from pico_vllm.errors import RequestError
 from pico_vllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pico_vllm.engine.input_processor import Prompt
     from pico_vllm.outputs import RequestOutput
 
 
 class LLM:
-    """An engine for a batch of prompts.
+    """An engine for a batch of prompts; for one thread at a time.
 
     Args:
-        model: directory with config.json, safetensors and tokenizer.json; None = SmolLM2-135M-Instruct, fetched once.
+        model: a directory, a .gguf file or a hub id (owner/name); None = SmolLM2-135M-Instruct, fetched once.
+        progress: called with (phase, done, total) while the model is fetched and loaded.
         options: any field of ``EngineConfig`` and its groups (dtype, block_size, max_num_seqs, …).
 
     Raises:
@@ -31,8 +34,9 @@ class LLM:
         >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].text
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
-        progress = options.pop("progress", None)
+    def __init__(
+        self, model: str | None = None, *, progress: Callable[[str, int, int], None] | None = None, **options: Any
+    ) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model=model, **options), progress=progress)
         self._request_ids = itertools.count()
 
@@ -58,8 +62,9 @@ class LLM:
         """
         prompt_list = _as_prompts(prompts)
         params_list = self._as_params(sampling_params, len(prompt_list))
-        request_ids = self._add_all(prompt_list, params_list)
+        request_ids: list[str] = []
         try:
+            self._add_all(prompt_list, params_list, request_ids)
             finished = self._run(set(request_ids), use_tqdm)
         except BaseException:  # Ctrl-C included: whatever happens, no request stays behind
             for request_id in request_ids:
@@ -67,18 +72,17 @@ class LLM:
             raise
         return [finished[request_id] for request_id in request_ids]
 
-    def _add_all(self, prompts: Sequence[Prompt], params_list: Sequence[SamplingParams]) -> list[str]:
-        request_ids: list[str] = []
+    def _add_all(
+        self, prompts: Sequence[Prompt], params_list: Sequence[SamplingParams], request_ids: list[str]
+    ) -> None:
+        """Queue all prompts; ``request_ids`` grows as they are added, so that the caller can abort them."""
         for index, (prompt, params) in enumerate(zip(prompts, params_list, strict=True)):
             request_id = f"generate-{next(self._request_ids)}"
+            request_ids.append(request_id)
             try:
                 self.engine.add_request(request_id, prompt, params)
             except RequestError as error:
-                for added in request_ids:
-                    self.engine.abort(added)
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-            request_ids.append(request_id)
-        return request_ids
 
     def _run(self, pending: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         from tqdm import tqdm
@@ -104,6 +108,8 @@ class LLM:
             params = self.engine.default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * num_prompts
+        if not isinstance(params, Sequence):
+            raise RequestError(f"sampling_params must be SamplingParams or a list, got {type(params).__name__}")
         if len(params) != num_prompts:
             raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts: give one, or one for each")
         return list(params)
@@ -114,7 +120,9 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise RequestError(f"prompts must be text, token ids or a list of them, got {type(prompts).__name__}")
+        raise RequestError(
+            f"prompts must be text, token ids or a list of them, got {type(prompts).__name__}: make it a list"
+        )
     if len(prompts) and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

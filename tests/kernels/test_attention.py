@@ -210,6 +210,23 @@ def test_padding_among_the_decodes_as_a_graph_bucket_has_it_gives_zeros(impl, dt
 
 
 @each_implementation("attention")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_seqs", [1, 7, 8, 12])
+def test_large_equal_parts_of_scores_neither_overflow_nor_swallow_the_small_ones(impl, dtype, num_seqs):
+    """36 added to q and k, as by biases: unscaled scores of 83,000 overflow fp16, and in 16 bits they are 64 apart.
+
+    2 KV heads: 2, 14, 16 and 24 pairs of sequence and head, on both sides of where an implementation may switch.
+    """
+    case = build_paged_case(Step(((1, 33),) * num_seqs, num_seqs), SMALL, dtype=dtype, device=impl.device)
+    case.projected.query.add_(36.0)
+    case.projected.key.add_(36.0)
+    for cache in (case.kv_cache, case.stored_cache):
+        cache[:, 0] += 36.0
+    out, _ = run_step(impl.op, case)
+    assert_near_oracle("attention", out, oracle(case))
+
+
+@each_implementation("attention")
 def test_int32_slots_are_as_good_as_int64_ones(impl):
     # ForwardBatch promises int64; a packed step buffer is int32.
     step = STEPS["padded"]

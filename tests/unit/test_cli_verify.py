@@ -56,7 +56,7 @@ def test_all_points_shows_every_point(run):
     assert sum(line.strip().startswith("layers.") for line in out.splitlines()) == 36
 
 
-def test_a_wrong_engine_fails_with_exit_code_1_and_names_the_op(run, monkeypatch):
+def test_a_wrong_engine_fails_with_exit_code_2_and_names_the_op(run, monkeypatch):
     load = ModelRunner._load_parameters
 
     def drops_a_bias(self, *args):
@@ -66,16 +66,41 @@ def test_a_wrong_engine_fails_with_exit_code_1_and_names_the_op(run, monkeypatch
 
     monkeypatch.setattr(ModelRunner, "_load_parameters", drops_a_bias)
     code, out, _ = run("--dtype", "float32")
-    assert code == 1
+    assert code == 2
     assert "FAILED: the first point that differs is layers.1.qkv_proj, made by linear" in out
     code, out, _ = run("--dtype", "float32", "--json")
-    assert code == 1
+    assert code == 2
     assert json.loads(out)["first_failure"] == {"point": "layers.1.qkv_proj", "op": "linear"}
+
+
+def test_a_nan_is_valid_json(run, monkeypatch):
+    load = ModelRunner._load_parameters
+
+    def poisons(self, *args):
+        parameters = load(self, *args)
+        parameters["norm"] = parameters["norm"] * float("nan")
+        return parameters
+
+    monkeypatch.setattr(ModelRunner, "_load_parameters", poisons)
+    code, out, _ = run("--dtype", "float32", "--json")
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    result = json.loads(out, parse_constant=refuse)
+    assert code == 2
+    assert result["first_failure"]["point"] == "norm"
+    assert next(p["rms"] for p in result["points"] if p["point"] == "norm") == "nan"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("--tp", "2"), "tensor_parallel_size=2"), (("--dtype", "int8"), "int8"), (("--backend", "x"), "reference")],
+    [
+        (("--tp", "2"), "tensor_parallel_size=2"),
+        (("--backend", "triton"), "not implemented yet"),
+        (("--dtype", "int8"), "int8"),
+        (("--backend", "x"), "reference"),
+    ],
 )
 def test_what_cannot_be_verified_is_one_line(run, arguments, words):
     code, out, err = run(*arguments)

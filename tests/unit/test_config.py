@@ -402,6 +402,14 @@ def test_a_corrupt_file_is_refused_by_path(tmp_path, name, content, words):
         {"rope_scaling": {"type": "linear", "factor": "2"}},
         {"quantization_config": "awq"},
         {"architectures": 3},
+        {"architectures": "Qwen2ForCausalLM"},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": -1.0},
+        {"rope_theta": 0},
+        {"rope_theta": -5.0},
+        {"tie_word_embeddings": "false"},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     ],
 )
 def test_a_value_of_the_wrong_type_is_a_config_error_that_names_the_file(tmp_path, fields):
@@ -461,7 +469,7 @@ BAD_OPTIONS = {
     "enable_prefix_caching": [True, 1, "no", None],
     "max_num_seqs": [0, -1, 1.0, None, True],
     "max_num_batched_tokens": [0, -1, 1.0, None, True],
-    "max_model_len": [0, -1, 1.0, True, "1"],
+    "max_model_len": [0, -1, 1, 2.0, True, "2", 2**31],
     "enable_chunked_prefill": [1, "no", None],
     "tensor_parallel_size": [0, 2, True, "1", None],
     "skip_tokenizer_init": [1, "no", None],
@@ -489,7 +497,7 @@ GOOD_OPTIONS = {
     "gpu_memory_utilization": [1e-9, 1.0, 1],
     "max_num_seqs": [1],
     "max_num_batched_tokens": [1],
-    "max_model_len": [None, 1],
+    "max_model_len": [None, 2, 2**31 - 1],
     "dtype": ["auto", "bfloat16", "float16", "float32"],
     "load_format": ["auto", "dummy"],
     "backend": ["auto", "cpu", "reference"],
@@ -543,3 +551,32 @@ def test_the_cache_directory_is_ours_then_xdgs_then_dot_cache(monkeypatch, envir
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cache_dir() == Path(expected)
+
+
+def test_a_tokenizer_that_would_not_be_loaded_is_refused():
+    with pytest.raises(ConfigError, match="would be ignored"):
+        EngineConfig.from_options(tokenizer="somewhere", skip_tokenizer_init=True)
+
+
+def test_the_triton_backend_is_refused_as_not_implemented_yet():
+    with pytest.raises(ConfigError, match="backend='triton' is not implemented yet"):
+        EngineConfig.from_options(backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("max_num_seqs", 10**9), ("num_gpu_blocks_override", 2**70), ("max_num_batched_tokens", 2**31),
+     ("device", "cuda:99999999999999999999")],
+)  # fmt: skip
+def test_an_absurd_size_is_refused_before_anything_is_allocated(option, value):
+    with pytest.raises(ConfigError, match=option):
+        EngineConfig.from_options(**{option: value})
+
+
+def test_sampling_defaults_that_the_engine_lacks_are_named_and_wrong_ones_refused():
+    generation = {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.1, "typical_p": 1.0}
+    config = ModelConfig.from_hf_config(QWEN2_5_1_5B, generation)
+    assert config.default_sampling == {"temperature": 0.7}
+    assert config.ignored_sampling == ("repetition_penalty=1.1",)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: temperature='hot'"):
+        ModelConfig.from_hf_config(QWEN2_5_1_5B, {"do_sample": True, "temperature": "hot"})

@@ -7,16 +7,19 @@ files but the checkpoint's, and no clients, so it can run in a process of its ow
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pico_vllm.engine.stats import StepTimes
-from pico_vllm.errors import ConfigError
+from pico_vllm.errors import ConfigError, EngineDeadError
 from pico_vllm.kv_cache import KVCacheManager
 from pico_vllm.scheduler.scheduler import Scheduler
 from pico_vllm.worker.executor import UniProcExecutor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pico_vllm.config import EngineConfig, ModelConfig
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Progress
@@ -63,6 +66,7 @@ class EngineCore:
             block_size=config.cache.block_size,
         )
         self.last_times = StepTimes()
+        self._cause_of_death: BaseException | None = None
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -81,13 +85,28 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Run one step and return the requests that have new tokens or have ended."""
+        """Run one step and return the requests that have new tokens or have ended.
+
+        Raises:
+            EngineDeadError: an earlier step has failed inside the books, so they can't be trusted.
+            Exception: whatever the device's part of the step raised. No request is lost then: all of them are
+                recomputed from the next step on, and abort works as ever.
+        """
+        if self._cause_of_death is not None:
+            raise EngineDeadError(f"the engine has failed: {self._cause_of_death!r}") from self._cause_of_death
         start = time.perf_counter()
-        plan = self.scheduler.schedule()
+        with self._fatal():
+            plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
-        result = self.executor.execute(plan)
+        try:
+            result = self.executor.execute(plan)
+        except BaseException:  # Ctrl-C included
+            with self._fatal():
+                self._recompute_everything()
+            raise
         executed = time.perf_counter()
-        outputs = self.scheduler.update_from_output(plan, result)
+        with self._fatal():
+            outputs = self.scheduler.update_from_output(plan, result)
         self.last_times = StepTimes(
             num_tokens=plan.num_tokens,
             num_seqs=len(plan.scheduled),
@@ -97,6 +116,20 @@ class EngineCore:
             update_s=time.perf_counter() - executed,
         )
         return outputs
+
+    def _recompute_everything(self) -> None:
+        """After a failed step nobody knows what the device has done: give up all rows and all computed tokens."""
+        self.scheduler.preempt_all()
+        self.executor.reset()
+
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """An error in here leaves the books half-written: remember it, and refuse every later step."""
+        try:
+            yield
+        except BaseException as error:
+            self._cause_of_death = error
+            raise
 
 
 def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

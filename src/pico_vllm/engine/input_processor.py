@@ -56,8 +56,11 @@ class InputProcessor:
         seed = params.seed
         if seed is None:
             seed = derive_seed(self._engine_seed, self._num_requests)
-        self._num_requests += 1
         return Request(request_id, token_ids, params, seed=seed, eos_token_ids=self._eos_token_ids), text
+
+    def accepted(self) -> None:
+        """The core has taken the last request: the next one without a seed gets another. Refused ones don't count."""
+        self._num_requests += 1
 
     def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

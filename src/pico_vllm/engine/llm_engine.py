@@ -7,7 +7,9 @@ CLI drive it; it has no loop of its own.
 from __future__ import annotations
 
 import json
+import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pico_vllm.config import EngineConfig
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from pico_vllm.engine.input_processor import Prompt
     from pico_vllm.outputs import RequestDelta
 
+logger = logging.getLogger(__name__)
+
 
 class LLMEngine:
     """Requests in, deltas out.
@@ -44,6 +48,11 @@ class LLMEngine:
         self.config = config
         self.source = find_model(config.model, config.revision, progress=progress)
         self.model_config = self.source.model_config()
+        if self.model_config.ignored_sampling:
+            logger.warning(
+                "generation_config.json asks for %s, which is not implemented yet and not used",
+                ", ".join(self.model_config.ignored_sampling),
+            )
         self.tokenizer = self._load_tokenizer()
         load_progress = None if progress is None else lambda done, total: progress("load", done, total)
         self.core = EngineCore(config, self.model_config, self.source, progress=load_progress)
@@ -76,6 +85,7 @@ class LLMEngine:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request; choose another")
         request, text = self._inputs.process(request_id, prompt, params)
         self.core.add_request(request)
+        self._inputs.accepted()
         self._outputs.add(request, text)
         self.stats.num_prompt_tokens += request.num_prompt_tokens
 
@@ -103,7 +113,7 @@ class LLMEngine:
         if self.config.skip_tokenizer_init:
             return None
         if self.config.tokenizer is not None:
-            return Tokenizer.from_directory(self.config.tokenizer)
+            return Tokenizer.from_directory(Path(self.config.tokenizer).expanduser())
         if isinstance(self.source, GgufSource):
             files = self.source.file.tokenizer_files()
             config = json.loads(files["tokenizer_config.json"])

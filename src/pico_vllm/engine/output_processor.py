@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 class _RequestState:
     """What the front end remembers of one request."""
 
-    __slots__ = ("arrival_s", "detokenizer", "first_token_s", "prompt", "prompt_token_ids", "text", "token_ids")
+    __slots__ = (
+        "arrival_s",
+        "detokenizer",
+        "first_token_s",
+        "last_token_s",
+        "prompt",
+        "prompt_token_ids",
+        "text",
+        "token_ids",
+    )
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
         self.prompt = prompt
@@ -28,6 +37,7 @@ class _RequestState:
         self.text: list[str] = []
         self.arrival_s = time.perf_counter()
         self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
         self.detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and request.params.detokenize:
             self.detokenizer = IncrementalDetokenizer(
@@ -72,14 +82,14 @@ class OutputProcessor:
         if state is None:
             return None
         text = self._finish_text(state)
-        now = time.perf_counter()
-        return RequestDelta(request_id, text, (), _final_output(request_id, state, reason.value, None, now))
+        return RequestDelta(request_id, text, (), _final_output(request_id, state, reason.value, None))
 
     def _advance(self, output: EngineCoreOutput, state: _RequestState, now: float) -> RequestDelta:
         text = ""
         if output.new_token_ids:
             if state.first_token_s is None:
                 state.first_token_s = now
+            state.last_token_s = now
             state.token_ids.extend(output.new_token_ids)
             if state.detokenizer is not None:
                 text = state.detokenizer.append(output.new_token_ids)
@@ -88,7 +98,7 @@ class OutputProcessor:
             return RequestDelta(output.request_id, text, output.new_token_ids, None)
         del self._states[output.request_id]
         text += self._finish_text(state)
-        final = _final_output(output.request_id, state, output.finish_reason.value, output.stop_reason, now)
+        final = _final_output(output.request_id, state, output.finish_reason.value, output.stop_reason)
         return RequestDelta(output.request_id, text, output.new_token_ids, final)
 
     @staticmethod
@@ -100,9 +110,7 @@ class OutputProcessor:
         return text
 
 
-def _final_output(
-    request_id: str, state: _RequestState, finish_reason: str, stop_reason: int | None, now: float
-) -> RequestOutput:
+def _final_output(request_id: str, state: _RequestState, finish_reason: str, stop_reason: int | None) -> RequestOutput:
     completion = CompletionOutput(
         index=0,
         text="".join(state.text),
@@ -116,5 +124,5 @@ def _final_output(
         prompt_token_ids=list(state.prompt_token_ids),
         outputs=[completion],
         finished=True,
-        metrics=RequestMetrics(state.arrival_s, state.first_token_s, now if state.token_ids else None),
+        metrics=RequestMetrics(state.arrival_s, state.first_token_s, state.last_token_s),
     )

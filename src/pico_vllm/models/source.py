@@ -130,8 +130,11 @@ def find_model(
         ConfigError: it is none of these, or the hub does not give it.
         WeightLoadError: the default model cannot be fetched, or the GGUF cannot be read.
     """
-    path = None if model is None else Path(model).expanduser()
-    is_local = path is None or path.exists()
+    try:
+        path = None if model is None else Path(model).expanduser()
+        is_local = path is None or path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such home directory, a NUL
+        raise ConfigError(f"model={str(model)[:80]!r} is no path: {error}") from None
     if revision is not None and (is_local or not is_hub_id(str(model))):
         raise ConfigError(f"revision={revision!r} is only for hub ids (owner/name), and model is {model!r}")
     if path is None:

@@ -107,7 +107,7 @@ class SafetensorsCheckpoint:
                 names = set(opened.keys())
                 if missing := sorted((expected or names) - names):
                     raise WeightLoadError(f"{path} lacks {missing[0]!r}, which {INDEX_NAME} says it holds")
-                self._file_of.update(dict.fromkeys(expected or names, opened))
+                self._file_of.update(dict.fromkeys(names, opened))  # also what the index does not name
         except (SafetensorError, OSError) as error:
             self._stack.close()
             raise WeightLoadError(f"{self._directory}: cannot read the safetensors: {error}") from None

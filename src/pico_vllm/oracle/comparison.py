@@ -81,12 +81,12 @@ class ErrorSum:
         self._count += error.numel()
         self._ours += error.square().sum().item()
         self._truth += truth.double().square().sum().item()
-        self._largest = max(self._largest, error.abs().max().item()) if not math.isnan(self._ours) else math.nan
-        self._worst_row = max(self._worst_row, _worst_row(error, truth)) if not math.isnan(self._ours) else math.nan
+        self._largest = _larger(self._largest, error.abs().max().item())
+        self._worst_row = _larger(self._worst_row, _worst_row(error, truth))
         if theirs is not None:
             their_error = theirs.double() - truth.double()
             self._theirs += their_error.square().sum().item()
-            self._their_worst_row = max(self._their_worst_row, _worst_row(their_error, truth))
+            self._their_worst_row = _larger(self._their_worst_row, _worst_row(their_error, truth))
 
     def result(self) -> PointError:
         """The comparison over everything added."""
@@ -110,7 +110,15 @@ class ErrorSum:
 
 
 def _worst_row(error: torch.Tensor, truth: torch.Tensor) -> float:
-    return (error.square().sum(-1) / truth.double().square().sum(-1)).sqrt().max().item()
+    """Largest relative RMS error of a row: 0 for a row without an error, infinite for an error where the truth is 0."""
+    squared = error.square().sum(-1)
+    relative = squared / truth.double().square().sum(-1)
+    return torch.where(squared == 0, 0.0, relative).sqrt().max().item()
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger one; NaN if either is (``max`` would keep whichever comes first)."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 def first_failure(errors: Iterable[PointError]) -> PointError | None:

@@ -43,7 +43,10 @@ def render(result: Verification, *, all_points: bool = False) -> RenderableType:
 
 
 def _nearness(e: PointError) -> float:
-    return max(e.rms / e.bound, e.worst_row / e.row_bound) if e.passes else float("inf")
+    """0 … 1 for what passes; a bound of 0 (the truth is 0 everywhere) is met exactly or not at all."""
+    if not e.passes:
+        return float("inf")
+    return max(e.rms / e.bound if e.bound else 0.0, e.worst_row / e.row_bound)
 
 
 def _settings(result: Verification) -> Text:

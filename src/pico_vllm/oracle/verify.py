@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 #: Lengths at and beside the borders of blocks, and one that a budget of 64 tokens cuts into chunks.
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 63, 64, 150)
-NUM_NEW_TOKENS = 24
+#: 8 x 64 = 512 rows of logits: fewer say little about an RMS error in 16 bits.
+NUM_NEW_TOKENS = 64
 #: fp32: where the true gap between the best token and ours is smaller, rounding may decide.
 FP32_TIE = 1e-3
 #: 16 bit: the same, in units of our RMS logit error (which has its own bound): two logits that rounding moves apart.
@@ -76,9 +78,9 @@ class Verification:
         return self.failure is None and self.tokens.passes
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """For JSON; a NaN or an infinity, which JSON doesn't have, is its name as text."""
         failure = self.failure
-        return {
+        plain = {
             "passes": self.passes,
             "settings": self.settings,
             "first_failure": None if failure is None else {"point": failure.point.key, "op": failure.point.op},
@@ -90,6 +92,15 @@ class Verification:
                 for e in self.errors
             ],
         }
+        return _json_numbers(plain)
+
+
+def _json_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_json_numbers(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verify(
@@ -111,13 +122,20 @@ def verify(
         seed: of the prompts.
 
     Raises:
-        ConfigError: the engine's weights are dummies, so there is nothing to compare them with.
+        ConfigError: the engine's weights are dummies, so there is nothing to compare them with; or its length limit
+            leaves no room for a prompt.
     """
     if engine.config.load_format == "dummy":
         raise ConfigError("load_format='dummy' has no checkpoint that transformers could read; verify a real one")
     runner = engine.core.executor.runner
     limit = engine.core.limits.max_request_tokens - num_new_tokens
-    prompts = _random_prompts([n for n in prompt_lengths if n <= limit], engine.model_config.vocab_size, seed)
+    lengths = [n for n in prompt_lengths if n <= limit]
+    if not lengths:
+        raise ConfigError(
+            f"this engine takes {limit + num_new_tokens} tokens a request, but the shortest run needs "
+            f"{min(prompt_lengths)} + {num_new_tokens}: raise max_model_len or the KV cache"
+        )
+    prompts = _random_prompts(lengths, engine.model_config.vocab_size, seed)
     sequences, taps = _run_engine(engine, prompts, num_new_tokens)
 
     dtype = runner.dtype

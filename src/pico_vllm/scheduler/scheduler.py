@@ -171,6 +171,17 @@ class Scheduler:
                 outputs.append(self._append_token(request, token_ids))
         return outputs
 
+    def preempt_all(self) -> None:
+        """Send every running request back to the front of the queue, as if no step had ever run; for a failed step.
+
+        What is in flight is given up, and the worker must forget its rows: none of them is named as dropped.
+        """
+        while self._running:
+            _, newest = self._running.popitem()
+            self._preempt(newest)
+        self._inflight.clear()
+        self._dropped_request_ids.clear()
+
     def _schedule_running(self, step: _Step) -> bool:
         """Give each running request its share, oldest first; False when one had to be preempted.
 

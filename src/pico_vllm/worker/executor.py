@@ -34,6 +34,10 @@ class UniProcExecutor:
         """Seconds of the last step's forward pass and sampling."""
         return self.runner.last_forward_s
 
+    def reset(self) -> None:
+        """Forget every request: the next step sends all of them anew."""
+        self.runner.reset()
+
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step and wait for its sampled ids."""
         return self.runner.execute(step)

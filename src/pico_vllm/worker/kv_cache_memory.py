@@ -51,7 +51,7 @@ def resolve_num_blocks(
 def allocate_kv_caches(
     model: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """One [num_blocks, 2, num_kv_heads, block_size, head_dim] a layer, not initialised: no kernel reads past a length.
+    """One [num_blocks, 2, num_kv_heads, block_size, head_dim] a layer, uninitialised: what is past a length is unused.
 
     Raises:
         ConfigError: the memory cannot be had.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,7 +78,10 @@ class ModelRunner:
         self.kv_caches = allocate_kv_caches(
             model_config, num_blocks=self.num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
         )
-        self._rows = InputBuilder(config.scheduler.max_num_seqs, max_blocks_per_seq, block_size, self.device)
+        self._new_rows = partial(
+            InputBuilder, config.scheduler.max_num_seqs, max_blocks_per_seq, block_size, self.device
+        )
+        self._rows = self._new_rows()
         #: Seconds of the last step's forward pass and sampling on the host clock, the wait for the ids included.
         self.last_forward_s = 0.0
         #: Called after each step with its plan: who records ops learns whose rows they have computed.
@@ -104,6 +108,10 @@ class ModelRunner:
             group=TensorParallelGroup(backend),
         )
         self._sampler = Sampler(backend)
+
+    def reset(self) -> None:
+        """Forget every request, in whatever state a failed step has left its row."""
+        self._rows = self._new_rows()
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:

@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 from engine_runs import greedy, make_llm
 from pico_vllm import LLM, SamplingParams
-from pico_vllm.errors import ConfigError, PicoVLLMError, RequestError
+from pico_vllm.errors import ConfigError, EngineDeadError, PicoVLLMError, RequestError
 
 PROMPT = [10, 20, 30, 40, 50]
 
@@ -236,6 +236,110 @@ def test_an_error_in_the_middle_leaves_no_request_behind(llm, answer, monkeypatc
             llm.generate([PROMPT] * 4, greedy(50))
     assert_idle(llm.engine)
     assert llm.generate(PROMPT, greedy(8))[0].outputs[0].token_ids == answer
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["build", "model", "sample", "record"])
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_an_error_inside_a_step_costs_no_request(checkpoint, answer, monkeypatch, error, where, step):
+    """It is raised once in the middle of the device's part; whoever goes on gets the same tokens as ever."""
+    llm = make_llm(checkpoint, max_num_batched_tokens=4)
+    runner = llm.engine.core.executor.runner
+    target, name = {
+        "build": (runner._rows, "build"),
+        "model": (runner, "_model"),
+        "sample": (runner, "_sampler"),
+        "record": (runner._rows, "record_sampled"),
+    }[where]
+    original, calls = getattr(target, name), iter(range(100))
+
+    def fails_once(*args):
+        result = original(*args)  # what it does has been done: half a step
+        if next(calls) == step:
+            raise error("once")
+        return result
+
+    monkeypatch.setattr(target, name, fails_once)
+    llm.engine.add_request("a", PROMPT, greedy(8))
+    llm.engine.add_request("b", [9] * 11, greedy(3))
+    tokens = {"a": [], "b": []}
+    num_errors = 0
+    while llm.engine.has_unfinished_requests():
+        try:
+            for delta in llm.engine.step():
+                tokens[delta.request_id] += delta.new_token_ids
+        except error:
+            num_errors += 1
+    assert num_errors == 1
+    assert tokens["a"] == answer
+    assert len(tokens["b"]) == 3
+    assert_idle(llm.engine)
+    assert llm.generate(PROMPT, greedy(8))[0].outputs[0].token_ids == answer
+
+
+def test_ctrl_c_inside_a_step_of_generate_leaves_nothing_behind(checkpoint, answer, monkeypatch):
+    llm = make_llm(checkpoint)
+    runner = llm.engine.core.executor.runner
+    original, calls = runner._model, iter(range(100))
+
+    def interrupted(*args):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(runner, "_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT] * 4, greedy(50))
+    assert_idle(llm.engine)
+    assert llm.generate(PROMPT, greedy(8))[0].outputs[0].token_ids == answer
+
+
+def test_ctrl_c_while_prompts_are_added_leaves_nothing_behind(llm, answer, monkeypatch):
+    original, calls = llm.engine.add_request, iter(range(100))
+
+    def interrupted(*args):
+        original(*args)
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "add_request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPT] * 4, greedy(50))
+    assert_idle(llm.engine)
+    assert llm.generate(PROMPT, greedy(8))[0].outputs[0].token_ids == answer
+
+
+def test_an_error_inside_the_books_ends_the_engine_with_its_cause(checkpoint, monkeypatch):
+    llm = make_llm(checkpoint)
+    llm.engine.add_request("a", PROMPT, greedy(8))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.core.scheduler, "update_from_output", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.engine.step()
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError") as error:
+            llm.engine.step()
+        assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+def test_a_refused_request_does_not_change_the_seed_of_the_next_one(checkpoint):
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    plain = make_llm(checkpoint).generate(PROMPT, params)[0].outputs[0].token_ids
+    llm = make_llm(checkpoint, num_gpu_blocks_override=3)
+    with pytest.raises(RequestError):
+        llm.generate([7] * 40, greedy(100))
+    assert llm.generate(PROMPT, params)[0].outputs[0].token_ids == plain
+
+
+@pytest.mark.parametrize("params", [5, iter([SamplingParams()])])
+def test_sampling_params_of_another_type_are_refused_in_generate(llm, params):
+    with pytest.raises(RequestError, match="SamplingParams or a list"):
+        llm.generate([PROMPT], params)
 
 
 # -------------------------------------------------------------------------------------------------------- outputs

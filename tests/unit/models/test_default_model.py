@@ -251,7 +251,5 @@ def test_the_gguf_alone_can_be_fetched(world, tmp_path):
 
 
 @pytest.mark.model
-def test_the_real_one_is_complete_and_found_in_milliseconds(default_model_dir):
-    start = time.perf_counter()
+def test_the_real_one_is_complete_and_found_again(default_model_dir):
     assert ensure_default_model(default_model_dir.parent.parent) == default_model_dir
-    assert time.perf_counter() - start < 0.1

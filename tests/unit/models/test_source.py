@@ -163,6 +163,12 @@ def test_what_is_no_model_is_refused(tmp_path, make, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+@pytest.mark.parametrize("name", ["~no-such-user/x", "x" * 5000, "a\0b"])
+def test_what_cannot_be_a_path_is_refused(name):
+    with pytest.raises(ConfigError, match="model="):
+        find_model(name)
+
+
 def test_a_broken_gguf_file_is_refused(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF nonsense")
     with pytest.raises(WeightLoadError, match=r"x\.gguf"):

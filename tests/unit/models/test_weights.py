@@ -213,6 +213,14 @@ def test_a_tensor_saved_in_a_quantised_dtype_is_refused_by_name(tmp_path):
         load(tmp_path)
 
 
+def test_a_tensor_in_a_shard_that_the_index_does_not_name_is_unexpected(tmp_path):
+    tensors = make_tensors()
+    save_file(tensors | {"stray.weight": torch.zeros(2)}, tmp_path / "part.safetensors")
+    write_index(tmp_path, dict.fromkeys(tensors, "part.safetensors"))
+    with pytest.raises(WeightLoadError, match=r"stray\.weight"):
+        load(tmp_path)
+
+
 class WatchedCheckpoint:
     """Shapes of a whole model, one of them wrong, and a note of everything that is read."""
 

@@ -62,3 +62,24 @@ def test_nan_never_passes(where):
     result = error_of(torch.float32, *(sequences if where == "first" else reversed(sequences)))
     assert not result.passes
     assert first_failure([result]) is result
+
+
+def test_a_row_whose_truth_is_zero_hides_nothing():
+    truth = torch.ones(4000, 4)
+    ours = truth.clone()
+    ours[1234] *= 1 + 5e-4
+    truth[7] = ours[7] = 0.0
+    result = error_of(torch.float32, (ours, truth, None))
+    assert result.worst_row == pytest.approx(5e-4, rel=1e-3)
+    assert not result.passes
+    ours[7] = 1e-9
+    assert error_of(torch.float32, (ours, truth, None)).worst_row == math.inf
+
+
+def test_a_point_that_is_zero_everywhere_passes_and_can_be_shown():
+    from pico_vllm.oracle.report import _nearness
+
+    zeros = torch.zeros(3, 4)
+    result = error_of(torch.float32, (zeros, zeros, None))
+    assert result.passes
+    assert _nearness(result) == 0.0

@@ -245,3 +245,17 @@ def test_the_result_is_json(qwen2):
     assert result["first_failure"] is None
     assert result["points"][0]["point"] == "embed_tokens"
     assert result["settings"]["dtype"] == "float32"
+
+
+def test_an_engine_too_small_for_any_prompt_is_refused_with_both_numbers(qwen2):
+    from pico_vllm.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"takes 24 tokens .* needs 1 \+ 64"):
+        verify(make_llm(qwen2, max_model_len=24).engine)
+
+
+def test_dummy_weights_are_refused(qwen2):
+    from pico_vllm.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="load_format='dummy'"):
+        verify(make_llm(qwen2, load_format="dummy").engine)
