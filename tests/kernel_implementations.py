@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from pico_vllm.kernels import attention, embedding, linear, philox, rms_norm, rotary_embedding, sampling, swiglu
+from pico_vllm.kernels import (
+    attention,
+    embedding,
+    linear,
+    logits_processing,
+    philox,
+    rms_norm,
+    rotary_embedding,
+    sampling,
+    swiglu,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -92,6 +102,18 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "sample": (
         Implementation("reference", sampling.sample_reference),
         Implementation("cpu", sampling.sample_cpu),
+    ),
+    "apply_penalties": (
+        Implementation("reference", logits_processing.apply_penalties_reference, equals_hf_bitwise=True),
+        Implementation("cpu", logits_processing.apply_penalties_cpu, equals_hf_bitwise=True),
+    ),
+    "apply_bitmask": (
+        Implementation("reference", logits_processing.apply_bitmask_reference),
+        Implementation("cpu", logits_processing.apply_bitmask_cpu),
+    ),
+    "logprobs": (
+        Implementation("reference", logits_processing.logprobs_reference),
+        Implementation("cpu", logits_processing.logprobs_cpu),
     ),
     "uniform": (Implementation("cpu", philox.uniform_cpu),),  # uniform_reference is scalar: it is the expectation
 }

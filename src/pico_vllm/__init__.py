@@ -12,16 +12,18 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "pico_vllm.llm",
+    "AsyncLLM": "pico_vllm.engine.async_llm",
     "EngineConfig": "pico_vllm.config",
     "SamplingParams": "pico_vllm.sampling_params",
     "RequestOutput": "pico_vllm.outputs",
     "CompletionOutput": "pico_vllm.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from pico_vllm.config import EngineConfig
+    from pico_vllm.engine.async_llm import AsyncLLM
     from pico_vllm.llm import LLM
     from pico_vllm.outputs import CompletionOutput, RequestOutput
     from pico_vllm.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""The command line: ``pico-vllm generate``, ``pico-vllm verify`` and ``pico-vllm env``.
+"""The command line: ``pico-vllm generate``, ``chat``, ``batch``, ``verify`` and ``env``.
 
 Parses, prints and exits; everything else is ``LLMEngine``'s. Text goes to stdout, progress, statistics and errors to
 stderr, so that output can be piped. Torch is imported only by the commands that need it.
@@ -6,12 +6,16 @@ stderr, so that output can be piped. Torch is imported only by the commands that
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib
 import io
 import json
 import signal
 import sys
 import time
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -23,10 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import FrameType, TracebackType
 
+    from tqdm import tqdm
+
     from pico_vllm.engine.llm_engine import LLMEngine
     from pico_vllm.outputs import RequestDelta, RequestOutput
     from pico_vllm.sampling_params import SamplingParams
 
+MODEL_HELP = "Directory, .gguf file or hub id (owner/name). Default: SmolLM2-135M-Instruct, fetched once."
 #: What the engine calls the phases of its start, and what a person reads.
 PHASES = {"download": "Downloading SmolLM2-135M-Instruct", "convert": "Converting it once", "load": "Loading weights"}
 EXIT_ERROR = 1
@@ -138,6 +145,7 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Don't stop at end-of-sequence tokens.")] = False,
     echo: Annotated[bool, typer.Option(help="Print the prompt before its completion.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a prompt instead of text.")] = False,
     dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
     load_format: Annotated[LoadFormat, typer.Option(help="dummy = random weights.")] = LoadFormat.auto,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -179,8 +187,106 @@ def generate(
     run = _stream_one if len(texts) == 1 else _run_batch
     start = time.perf_counter()
     with Interrupt() as interrupt:
-        outputs = run(_deltas(engine, len(texts), interrupt), texts, echo)
+        steps = _deltas(engine, len(texts), interrupt)
+        outputs = _run_json(steps) if as_json else run(steps, texts, echo)
     _say(_summary(outputs, time.perf_counter() - start, interrupt.requested))
+    if interrupt.requested:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def chat(
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message of every conversation.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens an answer at most.")] = 512,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy. Default: the model's own, else greedy.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the most likely tokens of this total.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of every answer.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """Talk to a model. /reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer."""
+    from pico_vllm.config import EngineConfig
+    from pico_vllm.engine.llm_engine import LLMEngine
+    from pico_vllm.sampling_params import SamplingParams
+
+    overrides = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    chosen: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+    chosen["max_tokens"] = max_tokens
+    SamplingParams(**chosen)
+    config = EngineConfig.from_options(model=model, revision=revision, dtype=dtype.value, device=device)
+    with LoadingBars() as bars:
+        engine = LLMEngine(config, progress=bars.update)
+    params = engine.default_sampling_params(**chosen)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # gives input() a history and keys to edit the line
+    start = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(start)
+    _say("/reset forgets the conversation, /exit ends, Ctrl-C stops an answer")
+    while (line := _read_turn()) is not None:
+        if line == "/reset":
+            messages = list(start)
+            _say("(forgotten)")
+        elif line == "/exit":
+            break
+        elif line.startswith("/"):
+            _say(f"unknown command {line!r}: /reset and /exit are known")
+        elif line:
+            answer = _answer(engine, [*messages, {"role": "user", "content": line}], params)
+            if answer is not None:
+                messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+
+
+@app.command()
+def batch(
+    input_file: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI batch requests, one a line.")],
+    output_file: Annotated[
+        Path, typer.Argument(metavar="OUT.jsonl", help="Answers; an existing file is gone on with.")
+    ],
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    max_num_seqs: Annotated[int, typer.Option(help="Requests running at the same time at most.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step at most.")] = 2048,
+) -> None:
+    """Answer a file of requests; run it again after a crash and it goes on where it stopped."""
+    from tqdm import tqdm
+
+    from pico_vllm.config import EngineConfig
+    from pico_vllm.engine.llm_engine import LLMEngine
+    from pico_vllm.server.batch import open_output, read_batch, run_batch
+
+    lines = read_batch(input_file)
+    output, done = open_output(output_file)
+    with output, Interrupt() as interrupt:
+        todo = [line for line in lines if line.custom_id not in done]
+        if todo:
+            config = EngineConfig.from_options(
+                model=model,
+                revision=revision,
+                dtype=dtype.value,
+                device=device,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+            )
+            with LoadingBars() as bars:
+                engine = LLMEngine(config, progress=bars.update)
+            bar = tqdm(total=len(lines), initial=len(lines) - len(todo), desc="Answering", unit="request", disable=None)
+            with bar:
+                name = model or engine.source.path.name
+                run_batch(
+                    engine,
+                    todo,
+                    output,
+                    model=name,
+                    progress=lambda: _tick(bar),
+                    should_stop=lambda: interrupt.requested,
+                )
+    _say(f"{len(lines)} requests, {len(lines) - len(todo)} of them answered before, answers in {output_file}")
     if interrupt.requested:
         sys.exit(EXIT_INTERRUPTED)
 
@@ -228,6 +334,31 @@ def verify(
         Console().print(render(result, all_points=all_points))
     if not result.passes:
         sys.exit(EXIT_DIFFERS)
+
+
+def _read_turn() -> str | None:
+    """A line of the user, None at the end; Ctrl-C empties the line."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            _say("")
+
+
+def _answer(engine: LLMEngine, messages: list[dict[str, str]], params: SamplingParams) -> str | None:
+    """Stream one answer; what Ctrl-C leaves of it counts as the answer. None when the turn was refused."""
+    try:
+        engine.add_request("0", engine.chat_prompt(messages), params)
+    except RequestError as error:
+        _say(f"error: {error}")
+        return None
+    with Interrupt() as interrupt:
+        (output,) = _stream_one(_deltas(engine, 1, interrupt), [""], False)
+    if interrupt.requested:
+        _say("(stopped)")
+    return output.outputs[0].text
 
 
 class Interrupt:
@@ -285,6 +416,10 @@ class LoadingBars:
             self._bar = None
 
 
+def _tick(bar: tqdm[Any]) -> None:
+    bar.update()
+
+
 def _read_stdin() -> str:
     try:
         return sys.stdin.read().removesuffix("\n")  # the one that echo and editors add
@@ -304,8 +439,7 @@ def _deltas(engine: LLMEngine, num_prompts: int, interrupt: Interrupt) -> Iterat
     """What each step adds; after an interrupt, the last of every request that has not ended."""
     while engine.has_unfinished_requests() and not interrupt.requested:
         yield engine.step()
-    aborted = [engine.abort(str(index)) for index in range(num_prompts)]
-    yield [delta for delta in aborted if delta is not None]
+    yield [delta for index in range(num_prompts) for delta in engine.abort(str(index))]
 
 
 def _stream_one(steps: Iterable[list[RequestDelta]], texts: Sequence[str], echo: bool) -> list[RequestOutput]:
@@ -341,6 +475,15 @@ def _run_batch(steps: Iterable[list[RequestDelta]], texts: Sequence[str], echo: 
                     print(f"[{printed}] {texts[printed] if echo else ''}{text}", flush=True)
                 printed += 1
     return list(finished.values())
+
+
+def _run_json(steps: Iterable[list[RequestDelta]]) -> list[RequestOutput]:
+    """One JSON object a prompt, in the order of the prompts, when all are done."""
+    outputs = [delta.final for deltas in steps for delta in deltas if delta.final is not None]
+    outputs.sort(key=lambda output: int(output.request_id))
+    for output in outputs:
+        print(json.dumps(dataclasses.asdict(output), ensure_ascii=False), flush=True)
+    return outputs
 
 
 def _summary(outputs: Sequence[RequestOutput], seconds: float, interrupted: bool) -> str:

@@ -104,7 +104,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    #: temperature, top_k, top_p of ``generation_config.json`` where it asks for sampling; empty = greedy.
+    #: Sampling defaults of ``generation_config.json`` where it asks for sampling; empty = greedy.
     default_sampling: dict[str, Any] = field(default_factory=dict)
     #: What that file asks for and the engine can't do yet, for a warning.
     ignored_sampling: tuple[str, ...] = ()
@@ -214,8 +214,8 @@ def _checkpoint_dtype(config: dict[str, Any]) -> str:
 
 #: What ``generation_config.json`` may say of sampling, and whether the engine has it: what it lacks is not used, and is
 #: told (``ModelConfig.ignored_sampling``) rather than dropped in silence.
-_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p")
-_SAMPLING_NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "penalty_alpha": 0.0}
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLING_NEUTRAL = {"typical_p": 1.0, "penalty_alpha": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
 
 def _ignored_sampling(generation: dict[str, Any]) -> tuple[str, ...]:
@@ -360,6 +360,8 @@ class EngineConfig:
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
         backend: which implementations of the ops: "auto", "cpu" (vectorised torch, any device), "reference" (naive).
         seed: seeds requests that name no seed, and dummy weights.
+        engine_core_process: run the engine core in a process of its own, so that tokenising and detokenising overlap
+            with the next step; the results are the same. ``logits_processors`` need False.
     """
 
     model: str | None = None
@@ -371,12 +373,14 @@ class EngineConfig:
     device: str = "auto"
     backend: str = "auto"
     seed: int = 0
+    engine_core_process: bool = False
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         _check_bool("skip_tokenizer_init", self.skip_tokenizer_init)
+        _check_bool("engine_core_process", self.engine_core_process)
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         if self.backend == "triton":

@@ -28,6 +28,8 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    #: Masks (allowed ids, bad words, grammar, min_tokens) left no token to choose from.
+    ERROR = "error"
 
 
 class Request:
@@ -39,19 +41,24 @@ class Request:
         params: how to sample and when to stop; ``params.max_tokens`` has been resolved by the front end (never None).
         seed: the seed that keys this request's samples (``params.seed``, or one drawn by the front end).
         eos_token_ids: ids that end the request unless ``params.ignore_eos``.
+        sample_index: which of a prompt's ``n`` samples this is; each is a request of its own.
+        bad_words_token_ids: ``params.bad_words`` as the front end has tokenised them.
     """
 
     __slots__ = (
+        "bad_words_token_ids",
         "max_tokens",
         "num_computed_tokens",
         "num_inflight_tokens",
         "num_preemptions",
         "num_prefill_tokens",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "output_token_ids",
         "params",
         "prompt_token_ids",
         "request_id",
+        "sample_index",
         "seed",
         "status",
         "stop_token_ids",
@@ -65,6 +72,8 @@ class Request:
         *,
         seed: int = 0,
         eos_token_ids: Sequence[int] = (),
+        sample_index: int = 0,
+        bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         assert len(prompt_token_ids) > 0, "the front end refuses empty prompts"
         assert params.max_tokens is not None, "the front end resolves max_tokens=None"
@@ -75,6 +84,8 @@ class Request:
         #: Output tokens at most; the scheduler lowers it to what max_model_len leaves.
         self.max_tokens: int = params.max_tokens
         self.seed = seed
+        self.sample_index = sample_index
+        self.bad_words_token_ids = bad_words_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
@@ -87,6 +98,8 @@ class Request:
         #: Tokens known when the request was last admitted: the worker's row began with them and samples the later ones.
         self.num_prefill_tokens = 0
         self.num_preemptions = 0
+        #: Prompt tokens whose logprobs have been asked for, from position 1 on.
+        self.num_prompt_logprobs = 0
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +113,22 @@ class Request:
             return self.prompt_token_ids[start:end]
         output = tuple(self.output_token_ids[max(start - split, 0) : end - split])
         return self.prompt_token_ids[start:split] + output if start < split else output
+
+    @property
+    def samples_from_history(self) -> bool:
+        """Whether sampling needs to know the request's tokens."""
+        params = self.params
+        return params.has_penalties or bool(self.bad_words_token_ids) or bool(params.logits_processors)
+
+    def take_prompt_targets(self, start: int, end: int) -> tuple[tuple[int, ...], int]:
+        """Prompt tokens that positions [start, end) predict, each handed out once, and the position of the first.
+
+        Recomputation after a preemption begins at 0 again; what has been delivered is not asked for again.
+        """
+        first = max(start, self.num_prompt_logprobs)
+        targets = self.prompt_token_ids[first + 1 : end + 1]
+        self.num_prompt_logprobs += len(targets)
+        return targets, first
 
     def __repr__(self) -> str:
         return (

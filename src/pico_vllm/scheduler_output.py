@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from pico_vllm.outputs import TokenLogprobs
     from pico_vllm.sampling_params import SamplingParams
 
 
@@ -20,6 +23,13 @@ class NewRequestData:
     params: SamplingParams
     seed: int
     num_prompt_tokens: int
+    sample_index: int = 0
+    #: Ids that end the request: masked until ``params.min_tokens``.
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    #: Every known token (prompt, and the output so far after a preemption), if sampling needs them: penalties, bad
+    #: words, logits processors. Empty otherwise.
+    known_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,9 @@ class ScheduledRequest:
     samples: bool
     #: Set when the worker has no row for this request (new, or resumed after preemption: the row starts empty).
     new_request: NewRequestData | None = None
+    #: Prompt tokens whose logprobs are wanted of this step, and the position that predicts the first of them.
+    prompt_targets: tuple[int, ...] = ()
+    prompt_targets_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +65,29 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelRunnerOutput:
-    """Sampled ids, in the order of ``SchedulerOutput.scheduled``; () where nothing was sampled.
+class GrammarMasks:
+    """Which tokens a grammar allows next, for the requests of a step that have one and sample.
 
-    A tuple of ids a request: one today, more under speculation.
+    Attributes:
+        request_ids: each of them is in the step and samples.
+        bitmask: [len(request_ids), ceil(vocab_size / 32)] int32; bit t % 32 of word t // 32 allows token t.
+    """
+
+    request_ids: tuple[str, ...]
+    bitmask: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """Sampled ids, in the order of ``SchedulerOutput.scheduled``.
+
+    A tuple of ids a request: () where nothing was sampled, -1 where masks left nothing, one id today and more under
+    speculation.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
+    #: Of the sampled tokens: a tuple a request, () where not asked for; () altogether if nobody asked.
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    #: Of the prompt positions of this step: position p's entry is about token p + 1, so a chunk [a, b) of a prompt of n
+    #: tokens gives those of a + 1 … min(b, n - 1).
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()

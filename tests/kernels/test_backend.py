@@ -8,12 +8,22 @@ import torch
 
 from kernel_cases import Heads, Step, build_paged_case, random_tensor
 from kernel_implementations import IMPLEMENTATIONS, TOLERANCES, AttentionOps, all_tested_callables, assert_bitwise
-from pico_vllm.kernels import attention, embedding, linear, philox, rms_norm, rotary_embedding, sampling, swiglu
+from pico_vllm.kernels import (
+    attention,
+    embedding,
+    linear,
+    logits_processing,
+    philox,
+    rms_norm,
+    rotary_embedding,
+    sampling,
+    swiglu,
+)
 from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend, recording
 
 OPS = [field.name for field in dataclasses.fields(KernelBackend) if field.name != "name"]
 BACKENDS = {"reference": REFERENCE, "cpu": CPU}
-MODULES = (attention, embedding, linear, philox, rms_norm, rotary_embedding, sampling, swiglu)
+MODULES = (attention, embedding, linear, logits_processing, philox, rms_norm, rotary_embedding, sampling, swiglu)
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 
 
@@ -42,12 +52,20 @@ def run_every_op(backend: KernelBackend) -> dict[str, torch.Tensor]:
     out["uniform"] = backend.uniform(seeds, torch.zeros_like(seeds), torch.tensor([0, 1, 2]))
     ones = torch.ones(3)
     out["sampled"] = backend.sample(out["linear"], ones, torch.tensor([0, 2, 1]), ones, out["uniform"])
+    out["penalised"] = out["linear"].clone()
+    counts = torch.arange(18, dtype=torch.int32).view(3, 6) % 3
+    backend.apply_penalties(out["penalised"], counts == 2, counts, 2 * ones, ones, -ones)
+    out["masked"] = out["linear"].clone()
+    backend.apply_bitmask(out["masked"], torch.tensor([[0b101101], [0b11], [-1]], dtype=torch.int32))
+    names = ("chosen", "rank", "best_ids", "best")
+    out |= zip(names, backend.logprobs(out["linear"], out["greedy"], 2), strict=True)
     return out
 
 
 CALLS_OF_EVERY_OP = [
     "embedding", "rms_norm", "pack_linear", "linear", "rotary_embedding", "prepare_attention", "store_kv",
-    "paged_attention", "add_rms_norm", "swiglu", "greedy", "uniform", "sample",
+    "paged_attention", "add_rms_norm", "swiglu", "greedy", "uniform", "sample", "apply_penalties", "apply_bitmask",
+    "logprobs",
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from kernel_cases import random_tensor
 from kernel_implementations import Implementation, each_implementation, each_implementation_and_dtype
@@ -23,6 +23,7 @@ def draw(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float | None = None,
 ) -> list[int]:
     """One token for each uniform number, all from one row of logits, [vocab_size]."""
     uniform = torch.as_tensor(uniform, dtype=torch.float64)
@@ -33,6 +34,7 @@ def draw(
         torch.full((n,), top_k, dtype=torch.int64, device=impl.device),
         torch.full((n,), top_p, device=impl.device),
         uniform.to(impl.device),
+        *([] if min_p is None else [torch.full((n,), min_p, device=impl.device)]),
     )
     assert ids.dtype == torch.int64 and ids.shape == (n,)
     return ids.tolist()
@@ -204,6 +206,94 @@ def test_temperature_comes_before_top_p(impl):
     assert drawn_ids(impl, logits, temperature=1.0, top_p=0.8) == {0, 1, 2}
 
 
+@each_implementation("sample")
+def test_min_p_keeps_what_is_so_likely_relative_to_the_best_by_hand(impl):
+    logits = log_of(0.1, 0.4, 0.2, 0.3)
+    assert drawn_ids(impl, logits, min_p=0.2) == {0, 1, 2, 3}
+    assert drawn_ids(impl, logits, min_p=0.3) == {1, 2, 3}
+    assert drawn_ids(impl, logits, min_p=0.6) == {1, 3}
+    assert drawn_ids(impl, logits, min_p=0.8) == {1}
+    assert draw(impl, logits, [0.0, 0.571, 0.572], min_p=0.6) == [1, 1, 3]  # 4/7 and 3/7
+
+
+@each_implementation("sample")
+def test_min_p_of_0_keeps_all_and_of_1_the_best_and_its_ties(impl):
+    logits = torch.tensor([-1.0, 2.0, -20.0, 2.0, 2.0 - 1e-6])
+    numbers = torch.linspace(0, LARGEST_UNIFORM, 500, dtype=torch.float64)
+    assert draw(impl, logits, numbers, min_p=0.0) == draw(impl, logits, numbers)
+    assert draw(impl, logits, [0.99999999999], min_p=0.0) == [4]
+    assert drawn_ids(impl, logits, min_p=1.0) == {1, 3}
+    impossible = torch.tensor([-INF, 0.0, -INF])
+    assert draw(impl, impossible, [0.0, LARGEST_UNIFORM], min_p=0.0) == [1, 1]
+    assert draw(impl, impossible, [0.0, LARGEST_UNIFORM], min_p=1.0) == [1, 1]
+
+
+@each_implementation("sample")
+def test_temperature_comes_before_min_p(impl):
+    # Relative to the best: 1, 1/2, 1/4; at temperature 1/2 they are 1, 1/4, 1/16, at 2 they are 1, 0.707, 0.5.
+    logits = log_of(4 / 7, 2 / 7, 1 / 7)
+    assert drawn_ids(impl, logits, min_p=0.3) == {0, 1}
+    assert drawn_ids(impl, logits, temperature=0.5, min_p=0.3) == {0}
+    assert drawn_ids(impl, logits, temperature=2.0, min_p=0.3) == {0, 1, 2}
+
+
+@each_implementation("sample")
+def test_min_p_comes_after_top_p(impl):
+    # Top-p 0.8 needs 0.4, 0.3 and 0.2. Had min_p left 0.4 and 0.3 of 0.7 first, 0.55 would be reached by the first.
+    logits = log_of(0.4, 0.3, 0.2, 0.1)
+    assert drawn_ids(impl, logits, top_p=0.8, min_p=0.6) == {0, 1}
+    assert drawn_ids(impl, logits, top_p=0.55, min_p=0.6) == {0, 1}
+    assert drawn_ids(impl, logits, top_p=0.3, min_p=0.6) == {0}
+    assert drawn_ids(impl, logits, top_p=0.8, min_p=0.4) == {0, 1, 2}
+
+
+@each_implementation("sample")
+def test_each_row_has_its_own_min_p(impl):
+    logits = log_of(0.1, 0.4, 0.2, 0.3).expand(4, -1)
+    ones, number = torch.ones(4), torch.full((4,), LARGEST_UNIFORM, dtype=torch.float64)
+    last_kept = impl.op(
+        *(tensor.to(impl.device) for tensor in (logits[:, [1, 3, 2, 0]], ones, torch.zeros(4).long(), ones, number)),
+        torch.tensor([0.0, 0.3, 0.6, 1.0], device=impl.device),
+    )
+    assert last_kept.tolist() == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("vocab_size", [40, 1500])
+@each_implementation("sample")
+def test_masked_tokens_at_both_ends_and_between_are_never_drawn(impl, vocab_size):
+    """However close to 0 and to 1 the number is, and whatever the sum of many small weights is rounded to."""
+    logits = random_tensor(vocab_size, dtype=torch.float32, seed=5)
+    allowed = torch.arange(7, vocab_size - 9, 3)
+    masked = torch.full_like(logits, -INF)
+    masked[allowed] = logits[allowed]
+    numbers = torch.cat(
+        (torch.linspace(0, LARGEST_UNIFORM, 200, dtype=torch.float64), 2.0 ** -torch.arange(40.0).double())
+    )
+    numbers = torch.cat((numbers.clamp(max=LARGEST_UNIFORM), 1 - 2.0 ** -torch.arange(1.0, 54.0).double()))
+    for params in ({}, {"temperature": 0.05}, {"top_p": 0.9999}, {"top_k": vocab_size - 1}, {"min_p": 0.01}):
+        drawn = draw(impl, masked, numbers, **params)
+        assert set(drawn) <= set(allowed.tolist()), params
+    assert draw(impl, masked, [0.0, LARGEST_UNIFORM]) == [int(allowed[0]), int(allowed[-1])]
+
+
+@pytest.mark.parametrize("num_masked", [0, 1, 5])
+def test_pick_never_returns_a_token_without_weight(num_masked):
+    """u * total rounds up to total for some u below 1; the last tokens have no weight."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.rand(3000, 8, dtype=torch.float64, generator=generator) * 10.0 ** torch.randint(
+        -17, 1, (3000, 8), generator=generator
+    )
+    weights[:, 8 - num_masked :] = 0.0
+    weights[:, 0] = 0.0
+    for number in (
+        LARGEST_UNIFORM,
+        torch.nextafter(torch.tensor(1.0).double(), torch.tensor(2.0).double()).item(),
+        0.0,
+    ):
+        picked = sampling._pick(weights, torch.full((3000,), number, dtype=torch.float64))
+        assert (weights.gather(1, picked[:, None]) > 0).all()
+
+
 # ------------------------------------------------------------------------------------------------------- properties
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}], ids=["top_k_1", "tiny_top_p"])
 @pytest.mark.parametrize("vocab_size", [63, 49152])
@@ -259,9 +349,11 @@ def test_rows_of_different_parameters_in_one_batch_give_the_reference_tokens(imp
     num_rows = 48
     logits = random_tensor(num_rows, vocab_size, dtype=torch.float32, seed=vocab_size).mul_(scale).to(dtype)
     params = mixed_rows(num_rows, seed=vocab_size)
-    expected = sampling.sample_reference(logits, *params)
-    got = impl.op(logits.to(impl.device), *(param.to(impl.device) for param in params))
-    assert got.tolist() == expected.tolist()
+    min_p = torch.tensor([0.0, 0.01, 0.2, 0.9, 1.0, 0.0]).repeat(num_rows // 6)
+    for arguments in (params, (*params, min_p)):
+        expected = sampling.sample_reference(logits, *arguments)
+        got = impl.op(logits.to(impl.device), *(argument.to(impl.device) for argument in arguments))
+        assert got.tolist() == expected.tolist()
 
 
 @each_implementation("sample")
@@ -346,11 +438,12 @@ def test_top_p_set_larger_than_the_first_look_is_found_by_a_full_sort():
 
 
 # ----------------------------------------------------------------------------------------------------- transformers
+@pytest.mark.parametrize("min_p", [None, 0.02, 0.3])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99, 1.0])
 @pytest.mark.parametrize("top_k", [1, 5, 40, 200, 1000])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @each_implementation("sample")
-def test_kept_tokens_and_their_probabilities_are_those_of_transformers_warpers(impl, temperature, top_k, top_p):
+def test_kept_tokens_and_their_probabilities_are_those_of_transformers_warpers(impl, temperature, top_k, top_p, min_p):
     logits = random_tensor(200, dtype=torch.float32, seed=top_k)
     assert len(set(logits.tolist())) == 200  # tie-free
     scores = TemperatureLogitsWarper(temperature)(None, logits[None])
@@ -359,11 +452,15 @@ def test_kept_tokens_and_their_probabilities_are_those_of_transformers_warpers(i
         mass = scores[0].double().softmax(dim=0).sort(descending=True).values.cumsum(dim=0)
         assert (mass - top_p).abs().min() > 1e-6  # no token is in or out by a rounding in fp32
         scores = TopPLogitsWarper(top_p)(None, scores)
+    if min_p is not None:
+        relative = (scores[0].double() - scores.double().max()).exp()
+        assert (relative - min_p).abs().min() > 1e-6
+        scores = MinPLogitsWarper(min_p)(None, scores)
     probabilities = scores[0].double().softmax(dim=0)
     (kept,) = probabilities.nonzero(as_tuple=True)
     high = probabilities.cumsum(dim=0)[kept]
     low = high - probabilities[kept]
     # Just inside both ends of a token's interval and in its middle: an id more or less would shift the ends.
     numbers = torch.cat((low + 1e-11, (low + high) / 2, high - 1e-11))
-    got = draw(impl, logits, numbers, temperature=temperature, top_k=top_k, top_p=top_p)
+    got = draw(impl, logits, numbers, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     assert got == kept.tolist() * 3

@@ -223,10 +223,12 @@ def test_sampling_defaults_are_taken_only_where_sampling_is_asked_for():
         "temperature": 0.7,
         "top_k": 20,
         "top_p": 0.8,
+        "repetition_penalty": 1.05,
     }
     assert ModelConfig.from_hf_config(QWEN2_5_1_5B, asked | {"top_p": None}).default_sampling.keys() == {
         "temperature",
         "top_k",
+        "repetition_penalty",
     }
     assert ModelConfig.from_hf_config(QWEN2_5_1_5B, asked | {"do_sample": False}).default_sampling == {}
 
@@ -473,6 +475,7 @@ BAD_OPTIONS = {
     "enable_chunked_prefill": [1, "no", None],
     "tensor_parallel_size": [0, 2, True, "1", None],
     "skip_tokenizer_init": [1, "no", None],
+    "engine_core_process": [1, "no", None],
     "dtype": ["float64", "", None, 16],
     "load_format": ["pickle", "", None],
     "backend": ["triton", "", None],
@@ -574,9 +577,9 @@ def test_an_absurd_size_is_refused_before_anything_is_allocated(option, value):
 
 
 def test_sampling_defaults_that_the_engine_lacks_are_named_and_wrong_ones_refused():
-    generation = {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.1, "typical_p": 1.0}
+    generation = {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.1, "typical_p": 0.9, "eta_cutoff": 0.0}
     config = ModelConfig.from_hf_config(QWEN2_5_1_5B, generation)
-    assert config.default_sampling == {"temperature": 0.7}
-    assert config.ignored_sampling == ("repetition_penalty=1.1",)
+    assert config.default_sampling == {"temperature": 0.7, "repetition_penalty": 1.1}
+    assert config.ignored_sampling == ("typical_p=0.9",)
     with pytest.raises(ConfigError, match=r"generation_config\.json: temperature='hot'"):
         ModelConfig.from_hf_config(QWEN2_5_1_5B, {"do_sample": True, "temperature": "hot"})

@@ -27,6 +27,7 @@ def test_every_public_name_resolves(name):
 def test_the_public_names_are_these():
     assert set(pico_vllm.__all__) == {
         "LLM",
+        "AsyncLLM",
         "CompletionOutput",
         "EngineConfig",
         "RequestOutput",

@@ -7,14 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Host seconds of one step by phase. ``execute_s`` contains ``forward_s`` (the model and the sampler)."""
+    """Host seconds of a step by phase. ``execute_s`` contains ``forward_s`` (the model and the sampler).
 
+    Records add up: a core in another process may have run several steps since it was last asked.
+    """
+
+    num_steps: int = 1
     num_tokens: int = 0
     num_seqs: int = 0
     schedule_s: float = 0.0
     execute_s: float = 0.0
     forward_s: float = 0.0
     update_s: float = 0.0
+
+    def __add__(self, other: StepTimes) -> StepTimes:
+        return StepTimes(
+            self.num_steps + other.num_steps,
+            self.num_tokens + other.num_tokens,
+            self.num_seqs + other.num_seqs,
+            self.schedule_s + other.schedule_s,
+            self.execute_s + other.execute_s,
+            self.forward_s + other.forward_s,
+            self.update_s + other.update_s,
+        )
 
 
 @dataclass(slots=True)
@@ -39,8 +54,8 @@ class EngineStats:
     total_s: float = 0.0
 
     def add_step(self, times: StepTimes, output_s: float, total_s: float) -> None:
-        """Count one step."""
-        self.num_steps += 1
+        """Count one call of the engine's ``step``: one step, or all that a core in another process has run."""
+        self.num_steps += times.num_steps
         self.num_tokens += times.num_tokens
         self.schedule_s += times.schedule_s
         self.build_s += times.execute_s - times.forward_s
@@ -51,5 +66,8 @@ class EngineStats:
 
     @property
     def overhead(self) -> float:
-        """Share of the steps' time spent outside the model's forward pass and the sampler, 0 … 1."""
-        return 1.0 - self.forward_s / self.total_s if self.total_s else 0.0
+        """Share of the steps' time spent outside the model's forward pass and the sampler, 0 … 1.
+
+        A core in another process computes also while nobody waits for it: then what the engine waited can be less.
+        """
+        return max(0.0, 1.0 - self.forward_s / self.total_s) if self.total_s else 0.0

@@ -15,7 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pico_vllm.kernels import attention, embedding, linear, philox, rms_norm, rotary_embedding, sampling, swiglu
+from pico_vllm.kernels import (
+    attention,
+    embedding,
+    linear,
+    logits_processing,
+    philox,
+    rms_norm,
+    rotary_embedding,
+    sampling,
+    swiglu,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,9 @@ class KernelBackend:
     greedy: Callable[..., Any]
     sample: Callable[..., Any]
     uniform: Callable[..., Any]
+    apply_penalties: Callable[..., None]
+    apply_bitmask: Callable[..., None]
+    logprobs: Callable[..., Any]
 
 
 REFERENCE = KernelBackend(
@@ -57,6 +70,9 @@ REFERENCE = KernelBackend(
     greedy=sampling.greedy_reference,
     sample=sampling.sample_reference,
     uniform=philox.uniform_cpu,
+    apply_penalties=logits_processing.apply_penalties_reference,
+    apply_bitmask=logits_processing.apply_bitmask_reference,
+    logprobs=logits_processing.logprobs_reference,
 )
 
 CPU = KernelBackend(
@@ -74,6 +90,9 @@ CPU = KernelBackend(
     greedy=sampling.greedy_cpu,
     sample=sampling.sample_cpu,
     uniform=philox.uniform_cpu,
+    apply_penalties=logits_processing.apply_penalties_cpu,
+    apply_bitmask=logits_processing.apply_bitmask_cpu,
+    logprobs=logits_processing.logprobs_cpu,
 )
 
 #: Called after each op: (op name, positional arguments, result). In-place ops have changed their arguments by then.

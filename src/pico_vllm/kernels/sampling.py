@@ -4,6 +4,7 @@
     top-k:  keep every score >= the k-th largest
     top-p:  of what is left, renormalised, keep every score >= the smallest of the most likely tokens that together
             reach probability p
+    min-p:  keep every score >= the largest + ln(min_p)
     token:  the first id whose cumulative probability (in the order of ids) exceeds a uniform number in [0, 1)
 
 Both filters are thresholds on the score, so equal scores are kept or dropped together and the result does not depend on
@@ -35,6 +36,7 @@ def sample_reference(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     uniform: torch.Tensor,
+    min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sample one token a row, by a full sort in fp64.
 
@@ -44,6 +46,7 @@ def sample_reference(
         top_k: [num_rows] int; <= 0 or >= vocab_size keeps all.
         top_p: [num_rows] in (0, 1].
         uniform: [num_rows] fp64 in [0, 1).
+        min_p: [num_rows] in [0, 1]; None and 0 keep all.
 
     Returns:
         [num_rows] int64.
@@ -62,6 +65,8 @@ def sample_reference(
             ordered = ordered[: min(needed, ordered.numel())]
         kept = scores >= ordered[-1]
         weights = torch.where(kept, (scores - ordered[0]).exp(), 0.0)
+        if min_p is not None:
+            weights = torch.where(weights >= min_p[row].double(), weights, 0.0)
         chosen[row] = _pick(weights[None], uniform[row : row + 1])[0]
     return chosen
 
@@ -72,6 +77,7 @@ def sample_cpu(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     uniform: torch.Tensor,
+    min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``sample_reference`` for all rows at once; sorts only where the top-p set is larger than 512 tokens."""
     scores = logits.float() / temperature[:, None].float()  # [num_rows, vocab_size]
@@ -86,6 +92,8 @@ def sample_cpu(
         scores = scores.masked_fill(scores < _top_p_threshold(scores, top_p)[:, None], float("-inf"))
     wide = scores.double()  # before the subtraction: its rounding in fp32 would move the CDF by 1e-7
     weights = wide.sub_(wide.amax(dim=-1, keepdim=True)).exp_()
+    if min_p is not None:
+        weights.masked_fill_(weights < min_p[:, None].double(), 0.0)
     return _pick(weights, uniform)
 
 
@@ -106,5 +114,7 @@ def _top_p_threshold(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """First id whose cumulative weight exceeds uniform * total; weights [num_rows, vocab_size] fp64."""
     cumulative = weights.cumsum(dim=-1)
-    target = uniform[:, None] * cumulative[:, -1:]
+    total = cumulative[:, -1:]
+    # u * total may round up to total, and then no cumulative weight would exceed it.
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=weights.shape[1] - 1)

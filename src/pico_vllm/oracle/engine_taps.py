@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pico_vllm.engine.core_client import core_in_this_process
 from pico_vllm.kernels.backend import recording
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class EngineTaps:
     """Collects while ``watching``; ``taps(request_id)`` then gives one request's tensors."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        self._runner = engine.core.executor.runner
+        self._runner = core_in_this_process(engine.core).executor.runner
         config = engine.model_config
         self._num_heads = config.num_attention_heads
         self._num_kv_heads = config.num_key_value_heads

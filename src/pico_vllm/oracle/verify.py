@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pico_vllm.engine.core_client import core_in_this_process
 from pico_vllm.errors import ConfigError
 from pico_vllm.oracle.comparison import ErrorSum, PointError, first_failure
 from pico_vllm.oracle.engine_taps import EngineTaps
@@ -127,7 +128,7 @@ def verify(
     """
     if engine.config.load_format == "dummy":
         raise ConfigError("load_format='dummy' has no checkpoint that transformers could read; verify a real one")
-    runner = engine.core.executor.runner
+    runner = core_in_this_process(engine.core).executor.runner
     limit = engine.core.limits.max_request_tokens - num_new_tokens
     lengths = [n for n in prompt_lengths if n <= limit]
     if not lengths:

@@ -18,16 +18,19 @@ rows. An engine that has become idle leaves the last rows (that many at most) wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from pico_vllm.errors import ConfigError, RequestError
 from pico_vllm.outputs import EngineCoreOutput
 from pico_vllm.request import FinishReason, Request, RequestStatus
+from pico_vllm.scheduler.admission import checked_max_tokens
 from pico_vllm.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
 
 if TYPE_CHECKING:
     from pico_vllm.kv_cache import KVCacheManager
+    from pico_vllm.outputs import TokenLogprobs
     from pico_vllm.scheduler_output import ModelRunnerOutput
 
 
@@ -106,7 +109,12 @@ class Scheduler:
         """
         if request.request_id in self._waiting or request.request_id in self._running:
             raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request: choose another")
-        request.max_tokens = self._checked_max_tokens(request)
+        request.max_tokens = checked_max_tokens(
+            request,
+            max_model_len=self._max_model_len,
+            num_blocks=self._kv_cache_manager.num_blocks,
+            block_size=self._kv_cache_manager.block_size,
+        )
         self._waiting[request.request_id] = request
 
     def abort(self, request_id: str) -> bool:
@@ -169,6 +177,8 @@ class Scheduler:
             assert len(token_ids) == scheduled.samples, f"{scheduled} came back with {token_ids}"
             if token_ids:
                 outputs.append(self._append_token(request, token_ids))
+        if runner_output.logprobs or runner_output.prompt_logprobs:
+            return self._with_logprobs(outputs, requests, runner_output)
         return outputs
 
     def preempt_all(self) -> None:
@@ -246,15 +256,27 @@ class Scheduler:
         request.num_computed_tokens = num_computed_tokens
         request.num_prefill_tokens = num_tokens
         block_ids = self._kv_cache_manager.block_table(request.request_id)
-        row = NewRequestData(params=request.params, seed=request.seed, num_prompt_tokens=request.num_prompt_tokens)
+        row = NewRequestData(
+            params=request.params,
+            seed=request.seed,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sample_index=request.sample_index,
+            stop_token_ids=tuple(request.stop_token_ids),
+            bad_words_token_ids=request.bad_words_token_ids,
+            known_token_ids=request.token_ids(0, num_tokens) if request.samples_from_history else (),
+        )
         step.add(request, num_computed_tokens, num_new_tokens, block_ids, row)
         return True
 
     def _append_token(self, request: Request, token_ids: tuple[int, ...]) -> EngineCoreOutput:
         """Append the sampled token and end the request if that was its last; STOP wins over LENGTH."""
         (token_id,) = token_ids
+        if token_id < 0:  # masks have left nothing to choose from
+            del self._running[request.request_id]
+            self._release(request, RequestStatus.FINISHED)
+            return EngineCoreOutput(request.request_id, (), FinishReason.ERROR)
         request.output_token_ids.append(token_id)
-        if token_id in request.stop_token_ids:
+        if token_id in request.stop_token_ids and len(request.output_token_ids) > request.params.min_tokens:
             reason = FinishReason.STOP
         elif len(request.output_token_ids) >= request.max_tokens:
             reason = FinishReason.LENGTH
@@ -264,6 +286,24 @@ class Scheduler:
         self._release(request, RequestStatus.FINISHED)
         asked_for = reason is FinishReason.STOP and token_id in request.params.stop_token_ids
         return EngineCoreOutput(request.request_id, token_ids, reason, token_id if asked_for else None)
+
+    @staticmethod
+    def _with_logprobs(
+        outputs: list[EngineCoreOutput], requests: list[Request], runner_output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        """Add log-probabilities; a request that only got some of its prompt appears too."""
+        by_id = {output.request_id: output for output in outputs}
+        in_order: list[EngineCoreOutput] = []
+        none: tuple[tuple[TokenLogprobs, ...], ...] = ((),) * len(requests)
+        columns = (requests, runner_output.logprobs or none, runner_output.prompt_logprobs or none)
+        for request, logprobs, of_prompt in zip(*columns, strict=True):
+            output = by_id.get(request.request_id)
+            if output is None and of_prompt and request.status is not RequestStatus.FINISHED:
+                output = EngineCoreOutput(request.request_id, ())  # preempted meanwhile or not: they aren't asked again
+            if output is not None:
+                new_logprobs = logprobs if output.new_token_ids else ()
+                in_order.append(dataclasses.replace(output, logprobs=new_logprobs, prompt_logprobs=of_prompt))
+        return in_order
 
     def _preempt(self, request: Request) -> None:
         """Send a request that has just left the running ones to the front of the queue, to be computed anew."""
@@ -280,28 +320,6 @@ class Scheduler:
         request.num_inflight_tokens = 0
         self._kv_cache_manager.free(request.request_id)
         self._dropped_request_ids.append(request.request_id)
-
-    def _checked_max_tokens(self, request: Request) -> int:
-        """Output tokens a request may have; raises RequestError when it can't have one, or can't fit the cache."""
-        num_prompt_tokens = request.num_prompt_tokens
-        if num_prompt_tokens >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens and max_model_len={self._max_model_len} leaves no room for "
-                f"an answer: shorten it to {self._max_model_len - 1} tokens or raise max_model_len"
-            )
-        max_tokens = min(request.max_tokens, self._max_model_len - num_prompt_tokens)
-        num_slots = num_prompt_tokens + max_tokens - 1
-        capacity = self._kv_cache_manager.max_tokens
-        if num_slots > capacity:
-            block_size = self._kv_cache_manager.block_size
-            room = capacity + 1 - num_prompt_tokens
-            remedy = f"lower max_tokens to {room}" if room > 0 else f"shorten the prompt to at most {capacity} tokens"
-            raise RequestError(
-                f"a prompt of {num_prompt_tokens} tokens with up to {max_tokens} output tokens needs "
-                f"{-(-num_slots // block_size)} KV cache blocks of {block_size} tokens, and the whole cache has "
-                f"{self._kv_cache_manager.num_blocks}: {remedy}, or give the cache more memory"
-            )
-        return max_tokens
 
 
 class _Step:
@@ -326,6 +344,10 @@ class _Step:
     ) -> None:
         """Schedule positions [start, start + num_new_tokens) of a request that has slots for them."""
         end = start + num_new_tokens
+        targets: tuple[int, ...] = ()
+        targets_start = 0
+        if request.params.prompt_logprobs is not None:
+            targets, targets_start = request.take_prompt_targets(start, end)
         scheduled = ScheduledRequest(
             request.request_id,
             () if start >= request.num_prefill_tokens else request.token_ids(start, end),
@@ -334,6 +356,8 @@ class _Step:
             new_block_ids,
             end == request.num_tokens,
             new_request,
+            targets,
+            targets_start,
         )
         request.num_inflight_tokens += num_new_tokens
         self.budget -= num_new_tokens

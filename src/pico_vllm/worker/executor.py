@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pico_vllm.config import EngineConfig, ModelConfig
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Progress
-    from pico_vllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+    from pico_vllm.scheduler_output import GrammarMasks, ModelRunnerOutput, SchedulerOutput
 
 
 class UniProcExecutor:
@@ -38,6 +38,6 @@ class UniProcExecutor:
         """Forget every request: the next step sends all of them anew."""
         self.runner.reset()
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput, grammar: GrammarMasks | None = None) -> ModelRunnerOutput:
         """Run one step and wait for its sampled ids."""
-        return self.runner.execute(step)
+        return self.runner.execute(step, grammar)

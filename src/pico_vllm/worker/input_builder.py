@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.worker.logits_processors import LogitsProcessors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pico_vllm.scheduler_output import ScheduledRequest, SchedulerOutput
 
 _INT32 = np.int32
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +30,58 @@ class RandomSampling:
     """Parameters of the rows of a step in which at least one is not greedy.
 
     Attributes:
-        greedy: [L] bool.
-        temperature, top_p: [L] fp32 (1 where greedy).
-        top_k: [L] int64 (0 where greedy).
-        seeds: [L] int64, the bits of an unsigned 64-bit seed.
-        positions: [L] int64, index of the token in its request's output.
+        greedy: [S] bool.
+        temperature, top_p: [S] fp32 (1 where greedy).
+        min_p: [S] fp32, or None when it is 0 for all.
+        top_k: [S] int64 (0 where greedy).
+        seeds: [S] int64, the bits of an unsigned 64-bit seed.
+        sample_indices: [S] int64, which of a prompt's parallel samples.
+        positions: [S] int64, index of the token in its request's output.
     """
 
     greedy: torch.Tensor
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
+    min_p: torch.Tensor | None
     seeds: torch.Tensor
+    sample_indices: torch.Tensor
     positions: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """How to choose a token for each row of logits, in the order of ``ForwardBatch.logits_indices``.
+class PromptLogprobsBatch:
+    """Prompt positions whose logprobs are wanted: the logits rows after the sampled ones.
 
     Attributes:
-        rows: [L] int32, device row of each.
+        targets: [P] int64, the token that follows each position.
+        counts: positions of each scheduled request, in its order; sums to P.
+        num_best: best tokens of each request.
+    """
+
+    targets: torch.Tensor
+    counts: tuple[int, ...]
+    num_best: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How to choose a token for each of the first S rows of logits (``ForwardBatch.logits_indices``).
+
+    Attributes:
+        rows: [S] int32, device row of each.
+        host_rows, host_positions: [S], the same on the host, and the index of the token in its request's output.
         random: None when every row is greedy.
+        num_logprobs: best tokens to report of each row, -1 = no logprobs; () when nobody asked.
+        prompt_logprobs: None when nobody asked.
     """
 
     rows: torch.Tensor
+    host_rows: np.ndarray
+    host_positions: np.ndarray
     random: RandomSampling | None
+    num_logprobs: tuple[int, ...] = ()
+    prompt_logprobs: PromptLogprobsBatch | None = None
 
 
 class InputBuilder:
@@ -63,10 +91,15 @@ class InputBuilder:
         max_num_seqs: rows.
         max_blocks_per_seq: width of a block table.
         block_size: tokens a block.
+        vocab_size: of the logits.
         device: where batches are built for.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int, vocab_size: int, device: torch.device
+    ) -> None:
+        #: What changes the logits of each row.
+        self.logits_processors = LogitsProcessors(max_num_seqs, vocab_size, device)
         self._block_size = block_size
         self._device = device
         self._row_of: dict[str, int] = {}
@@ -78,7 +111,14 @@ class InputBuilder:
         self._temperature = np.ones(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self._sample_indices = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        #: Rows that want any: while there are none, a step doesn't look at the two arrays.
+        self._rows_with_logprobs: set[int] = set()
+        self._rows_with_prompt_logprobs: set[int] = set()
         self._arange = np.arange(max_num_seqs + 1)
         #: The last sampled id of each row; written by ``record_sampled``, read by the next step without a host copy.
         self._last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -116,13 +156,15 @@ class InputBuilder:
         slot_mapping = blocks.astype(np.int64) * self._block_size + positions % self._block_size
         sampled = np.array([s for s, request in enumerate(step.scheduled) if request.samples], dtype=np.int64)
         sampled_rows = rows[sampled]
+        prompt = self._prompt_logprobs(step, rows, query_start_loc) if self._rows_with_prompt_logprobs else None
+        logits_indices = query_start_loc[sampled + 1] - 1
         continued = [s for s, request in enumerate(step.scheduled) if not request.new_token_ids]
         sent = self._to_device(
             positions,
             slot_mapping,
             query_start_loc,
             seq_lens,
-            query_start_loc[sampled + 1] - 1,
+            logits_indices if prompt is None else np.concatenate((logits_indices, prompt[1])),
             tables.reshape(-1),
             sampled_rows,
             self._host_ids(step, len(continued)),
@@ -141,16 +183,30 @@ class InputBuilder:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-        return batch, self._sampling_batch(sent[6], sampled_rows, seq_lens[sampled])
+        positions_in_output = seq_lens[sampled] - self._num_prompt_tokens[sampled_rows]
+        sampling = SamplingBatch(
+            rows=sent[6],
+            host_rows=sampled_rows,
+            host_positions=positions_in_output,
+            random=self._random_sampling(sampled_rows, positions_in_output),
+            num_logprobs=self._logprobs(sampled_rows) if self._rows_with_logprobs else (),
+            prompt_logprobs=None if prompt is None else prompt[0],
+        )
+        return batch, sampling
 
     def drop(self, request_ids: Sequence[str]) -> None:
         """Free the rows of requests that have ended or were preempted."""
         for request_id in request_ids:
-            self._free_rows.append(self._row_of.pop(request_id))
+            row = self._row_of.pop(request_id)
+            self._free_rows.append(row)
+            self._rows_with_logprobs.discard(row)
+            self._rows_with_prompt_logprobs.discard(row)
+            self.logits_processors.drop(row)
 
-    def record_sampled(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Keep sampled ids ([L] each) for the next step."""
-        self._last_token_ids[rows] = token_ids.to(torch.int32)
+    def record_sampled(self, sampling: SamplingBatch, token_ids: torch.Tensor) -> None:
+        """Keep sampled ids ([S] int64) for the next step."""
+        self._last_token_ids[sampling.rows] = token_ids.to(torch.int32)
+        self.logits_processors.record(sampling.host_rows, token_ids)
 
     # --------------------------------------------------------------------------------------------------- private
     @staticmethod
@@ -189,29 +245,65 @@ class InputBuilder:
         self._num_blocks[row] = 0
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._greedy[row] = params.is_greedy
-        self._temperature[row] = 1.0 if params.is_greedy else params.temperature
+        self._temperature[row] = 1.0 if params.is_greedy else min(params.temperature, _MAX_FLOAT32)
         self._top_k[row] = 0 if params.is_greedy else params.top_k
         self._top_p[row] = 1.0 if params.is_greedy else params.top_p
+        self._min_p[row] = 0.0 if params.is_greedy else params.min_p
         self._seeds[row] = new.seed - 2**64 if new.seed >= 2**63 else new.seed
+        self._sample_indices[row] = new.sample_index
+        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        if params.logprobs is not None:
+            self._rows_with_logprobs.add(row)
+        if params.prompt_logprobs is not None:
+            self._rows_with_prompt_logprobs.add(row)
+        self.logits_processors.add(row, new)
         return row
 
-    def _sampling_batch(self, device_rows: torch.Tensor, rows: np.ndarray, seq_lens: np.ndarray) -> SamplingBatch:
+    def _random_sampling(self, rows: np.ndarray, positions: np.ndarray) -> RandomSampling | None:
         greedy = self._greedy[rows]
         if greedy.all():
-            return SamplingBatch(device_rows, None)
+            return None
 
         def send(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self._device, non_blocking=True)
 
-        random = RandomSampling(
+        min_p = self._min_p[rows]
+        return RandomSampling(
             greedy=send(greedy),
             temperature=send(self._temperature[rows]),
             top_k=send(self._top_k[rows]),
             top_p=send(self._top_p[rows]),
+            min_p=send(min_p) if min_p.any() else None,
             seeds=send(self._seeds[rows]),
-            positions=send(seq_lens - self._num_prompt_tokens[rows]),
+            sample_indices=send(self._sample_indices[rows]),
+            positions=send(positions),
         )
-        return SamplingBatch(device_rows, random)
+
+    def _logprobs(self, rows: np.ndarray) -> tuple[int, ...]:
+        num_logprobs = self._num_logprobs[rows]
+        return tuple(num_logprobs.tolist()) if (num_logprobs >= 0).any() else ()
+
+    def _prompt_logprobs(
+        self, step: SchedulerOutput, rows: np.ndarray, query_start_loc: np.ndarray
+    ) -> tuple[PromptLogprobsBatch, np.ndarray] | None:
+        """The prompt positions of this step that some request wants logprobs of, and their tokens in the batch.
+
+        None when there are none: all who asked are past their prompts.
+        """
+        targets: list[int] = []
+        tokens: list[np.ndarray] = []
+        counts = []
+        for s, request in enumerate(step.scheduled):
+            targets += request.prompt_targets
+            start = query_start_loc[s] + request.prompt_targets_start - request.num_computed_tokens
+            tokens.append(start + np.arange(len(request.prompt_targets)))
+            counts.append(len(request.prompt_targets))
+        if not targets:
+            return None
+        num_best = tuple(self._num_prompt_logprobs[rows].tolist())
+        packed = torch.tensor(targets, dtype=torch.int64).to(self._device)
+        return PromptLogprobsBatch(packed, tuple(counts), num_best), np.concatenate(tokens)
 
     def _to_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """One int32 copy for all arrays; the results are views of it."""

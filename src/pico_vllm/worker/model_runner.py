@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pico_vllm.config import EngineConfig, ModelConfig
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Parameters, Progress
-    from pico_vllm.scheduler_output import SchedulerOutput
+    from pico_vllm.scheduler_output import GrammarMasks, SchedulerOutput
     from pico_vllm.worker.input_builder import SamplingBatch
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,8 @@ class ModelRunner:
         self.kv_caches = allocate_kv_caches(
             model_config, num_blocks=self.num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
         )
-        self._new_rows = partial(
-            InputBuilder, config.scheduler.max_num_seqs, max_blocks_per_seq, block_size, self.device
-        )
+        rows = (config.scheduler.max_num_seqs, max_blocks_per_seq, block_size, model_config.vocab_size, self.device)
+        self._new_rows = partial(InputBuilder, *rows)
         self._rows = self._new_rows()
         #: Seconds of the last step's forward pass and sampling on the host clock, the wait for the ids included.
         self.last_forward_s = 0.0
@@ -114,7 +113,7 @@ class ModelRunner:
         self._rows = self._new_rows()
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput, grammar: GrammarMasks | None = None) -> ModelRunnerOutput:
         """Run one step: build inputs, forward, sample, and wait for the sampled ids."""
         if not step.scheduled:  # nothing runs, but rows may have to go
             self._rows.drop(step.dropped_request_ids)
@@ -123,21 +122,35 @@ class ModelRunner:
         batch, sampling = self._rows.build(step)
         built = time.perf_counter()
         logits = self._model(batch, self.kv_caches)
-        token_ids = self._sample(logits, sampling)
+        output = self._sample(logits, step, sampling, grammar)
         self.last_forward_s = time.perf_counter() - built
-        sampled = iter(token_ids)
-        output = ModelRunnerOutput(tuple((next(sampled),) if r.samples else () for r in step.scheduled))
         if self.step_observer is not None:
             self.step_observer(step)
         return output
 
-    def _sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> list[int]:
+    def _sample(
+        self, logits: torch.Tensor, step: SchedulerOutput, sampling: SamplingBatch, grammar: GrammarMasks | None
+    ) -> ModelRunnerOutput:
+        """Choose tokens, keep them for the next step, and hand them out in the order of the scheduled requests."""
         if logits.shape[0] == 0:
-            return []
-        token_ids = self._sampler(logits, sampling)
-        self._rows.record_sampled(sampling.rows, token_ids)
-        ids: list[int] = token_ids.tolist()
-        return ids
+            return ModelRunnerOutput(((),) * len(step.scheduled))
+        masks = None if grammar is None else self._grammar_rows(step, grammar)
+        sampled = self._sampler(logits, sampling, self._rows.logits_processors, masks)
+        self._rows.record_sampled(sampling, sampled.token_ids)
+        ids = iter(sampled.token_ids.tolist())
+        logprobs = iter(sampled.logprobs)
+        return ModelRunnerOutput(
+            token_ids=tuple((next(ids),) if r.samples else () for r in step.scheduled),
+            logprobs=tuple(next(logprobs) if r.samples else () for r in step.scheduled) if sampled.logprobs else (),
+            prompt_logprobs=sampled.prompt_logprobs,
+        )
+
+    def _grammar_rows(self, step: SchedulerOutput, grammar: GrammarMasks) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Indices among the sampled rows, and the bitmask, on the device."""
+        sampled = [request.request_id for request in step.scheduled if request.samples]
+        index_of = {request_id: index for index, request_id in enumerate(sampled)}
+        indices = torch.tensor([index_of[request_id] for request_id in grammar.request_ids], dtype=torch.int64)
+        return indices.to(self.device), torch.from_numpy(grammar.bitmask).to(self.device)
 
     def _load_parameters(
         self, config: EngineConfig, source: ModelSource, backend: KernelBackend, progress: Progress | None

@@ -1,36 +1,113 @@
-"""Sampler: from logits to token ids, all rows of a step at once."""
+"""Sampler: from logits to token ids and their log-probabilities, all rows of a step at once.
+
+Order: grammar mask, ``LogitsProcessors`` (bias and fixed masks, bad words, min_tokens, penalties, custom), then the
+choice. Log-probabilities are of the model's own logits, before any of it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from pico_vllm.outputs import TokenLogprobs
+
 if TYPE_CHECKING:
     from pico_vllm.kernels.backend import KernelBackend
-    from pico_vllm.worker.input_builder import SamplingBatch
+    from pico_vllm.worker.input_builder import PromptLogprobsBatch, RandomSampling, SamplingBatch
+    from pico_vllm.worker.logits_processors import LogitsProcessors
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """Tokens of a step.
+
+    Attributes:
+        token_ids: [S] int64 on the device; -1 where every token is masked, or a custom processor has made a NaN.
+        logprobs: of each row, () where not asked for; () altogether if nobody asked.
+        prompt_logprobs: of each scheduled request likewise.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
 class Sampler:
-    """Greedy and temperature / top-k / top-p sampling with the stateless generator."""
+    """Chooses tokens with the ops of one backend; holds no state."""
 
     def __init__(self, backend: KernelBackend) -> None:
         self._backend = backend
 
-    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        processors: LogitsProcessors,
+        grammar: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> SamplerOutput:
         """Choose a token a row.
 
         Args:
-            logits: [L, vocab_size], any float dtype.
+            logits: [S + P, vocab_size], any float dtype: the sampled rows, then those of prompt positions.
             batch: parameters of each row.
-
-        Returns:
-            [L] int64.
+            processors: state of each row.
+            grammar: (indices [G] of the masked rows among S, bitmask [G, ceil(vocab_size / 32)] int32).
         """
+        num_rows = batch.rows.shape[0]
+        prompt = batch.prompt_logprobs
+        prompt_logprobs = () if prompt is None else self._prompt_logprobs(logits[num_rows:], prompt)
+        raw = logits if prompt is None else logits[:num_rows]
+        if grammar is None and not processors.any_active(batch.host_rows):
+            token_ids = self._choose(raw, batch.random)
+        else:
+            processed = raw.to(torch.float32, copy=True)
+            if grammar is not None:
+                self._mask(processed, *grammar)
+            processors.apply(processed, batch.host_rows, batch.host_positions, self._backend)
+            nothing_left = ~(processed.amax(dim=-1) > float("-inf"))  # or a NaN
+            processed.masked_fill_(nothing_left[:, None], 0.0)  # no op has to cope with such a row
+            token_ids = self._choose(processed, batch.random).masked_fill_(nothing_left, -1)
+        logprobs = self._logprobs(raw, token_ids, batch.num_logprobs) if batch.num_logprobs else ()
+        return SamplerOutput(token_ids, logprobs, prompt_logprobs)
+
+    def _choose(self, logits: torch.Tensor, params: RandomSampling | None) -> torch.Tensor:
         greedy: torch.Tensor = self._backend.greedy(logits)
-        if batch.random is None:
+        if params is None:
             return greedy
-        params = batch.random
-        uniform = self._backend.uniform(params.seeds, torch.zeros_like(params.positions), params.positions)
-        sampled = self._backend.sample(logits, params.temperature, params.top_k, params.top_p, uniform)
-        return torch.where(params.greedy, greedy, sampled)
+        uniform = self._backend.uniform(params.seeds, params.sample_indices, params.positions)
+        arguments = (params.temperature, params.top_k, params.top_p, uniform, params.min_p)
+        return torch.where(params.greedy, greedy, self._backend.sample(logits, *arguments))
+
+    def _mask(self, logits: torch.Tensor, indices: torch.Tensor, bitmask: torch.Tensor) -> None:
+        masked = logits[indices]
+        self._backend.apply_bitmask(masked, bitmask)
+        logits[indices] = masked
+
+    def _logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num_best: tuple[int, ...]
+    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        entries = self._entries(logits, token_ids.clamp(min=0), num_best)
+        return tuple(() if entry is None else (entry,) for entry in entries)
+
+    def _prompt_logprobs(
+        self, logits: torch.Tensor, prompt: PromptLogprobsBatch
+    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        num_best = [n for n, count in zip(prompt.num_best, prompt.counts, strict=True) for _ in range(count)]
+        entries = iter(self._entries(logits, prompt.targets, num_best))
+        return tuple(tuple(e for e in (next(entries) for _ in range(count)) if e) for count in prompt.counts)
+
+    def _entries(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num_best: list[int] | tuple[int, ...]
+    ) -> list[TokenLogprobs | None]:
+        """One entry a row; None where ``num_best`` is -1."""
+        if len(num_best) == 0:
+            return []
+        width = min(max(num_best), logits.shape[1])
+        chosen, rank, best_ids, best = self._backend.logprobs(logits, token_ids, max(width, 0))
+        columns = (token_ids, chosen, rank, best_ids, best)
+        entries: list[TokenLogprobs | None] = []
+        for n, i, c, r, ids, values in zip(num_best, *(column.tolist() for column in columns), strict=True):
+            entries.append(None if n < 0 else TokenLogprobs((i, *ids[:n]), (c, *values[:n]), r))
+        return entries

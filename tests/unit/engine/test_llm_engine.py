@@ -9,6 +9,8 @@ import tiny_models
 from engine_runs import greedy, make_llm
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.errors import ConfigError, EngineDeadError, PicoVLLMError, RequestError
+from pico_vllm.outputs import EngineCoreOutput
+from scripted_core import ScriptedCore
 
 PROMPT = [10, 20, 30, 40, 50]
 
@@ -82,9 +84,9 @@ def test_a_wrong_prompt_is_refused_with_the_value_and_the_limit(llm, answer, pro
         {"top_p": 1.5},
         {"top_k": -2},
         {"seed": -1},
-        {"n": 2},
-        {"logprobs": 3},
-        {"stop": "x"},
+        {"n": 0},
+        {"logprobs": -1},
+        {"stop": ""},
     ],
 )
 def test_wrong_sampling_parameters_are_refused_by_name(llm, answer, wrong):
@@ -207,9 +209,9 @@ def test_abort_in_any_state_frees_everything_and_disturbs_no_one(llm, answer, nu
     tokens = []
     for _ in range(num_steps):
         tokens += [t for d in engine.step() if d.request_id == "other" for t in d.new_token_ids]
-    final = engine.abort("victim").final
-    assert final.outputs[0].finish_reason == "abort"
-    assert engine.abort("victim") is None
+    (last,) = engine.abort("victim")
+    assert last.final.outputs[0].finish_reason == "abort"
+    assert engine.abort("victim") == []
     while engine.has_unfinished_requests():
         tokens += [t for d in engine.step() if d.request_id == "other" for t in d.new_token_ids]
     assert tokens == answer
@@ -217,7 +219,37 @@ def test_abort_in_any_state_frees_everything_and_disturbs_no_one(llm, answer, nu
 
 
 def test_abort_of_an_unknown_request_does_nothing(llm):
-    assert llm.engine.abort("nobody") is None
+    assert llm.engine.abort("nobody") == []
+    assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
+def test_abort_of_n_samples_in_any_state_ends_all_of_them(llm, answer, num_steps):
+    engine = llm.engine
+    engine.add_request("victim", [9] * 150, greedy(50, n=3))
+    engine.add_request("other", PROMPT, greedy(8))
+    assert engine.num_unfinished_requests == 2
+    tokens = []
+    for _ in range(num_steps):
+        tokens += [t for d in engine.step() if d.request_id == "other" for t in d.new_token_ids]
+    deltas = engine.abort("victim")
+    assert [delta.index for delta in deltas] == [0, 1, 2]
+    assert [delta.final is None for delta in deltas] == [True, True, False]
+    assert [c.finish_reason for c in deltas[-1].final.outputs] == ["abort"] * 3
+    assert engine.abort("victim") == []
+    while engine.has_unfinished_requests():
+        deltas = engine.step()
+        assert {delta.request_id for delta in deltas} <= {"other"}
+        tokens += [t for d in deltas for t in d.new_token_ids]
+    assert tokens == answer
+    assert_idle(engine)
+
+
+def test_abort_of_one_that_has_just_ended_does_nothing(llm):
+    llm.engine.add_request("r", PROMPT, greedy(1))
+    (delta,) = llm.engine.step()
+    assert delta.final is not None
+    assert llm.engine.abort("r") == []
     assert_idle(llm.engine)
 
 
@@ -236,6 +268,90 @@ def test_an_error_in_the_middle_leaves_no_request_behind(llm, answer, monkeypatc
             llm.generate([PROMPT] * 4, greedy(50))
     assert_idle(llm.engine)
     assert llm.generate(PROMPT, greedy(8))[0].outputs[0].token_ids == answer
+
+
+# ------------------------------------------------------------------------------------------------------ n samples
+def test_n_samples_are_requests_of_the_core_with_one_seed(llm, monkeypatch):
+    core = ScriptedCore()
+    monkeypatch.setattr(llm.engine, "core", core)
+    llm.engine.add_request("r", PROMPT, greedy(4, n=3, seed=5, prompt_logprobs=0))
+    llm.engine.add_request("other", PROMPT, greedy(4))
+    assert [request.request_id for request in core.added] == ["r#0", "r#1", "r#2", "other"]
+    assert [request.sample_index for request in core.added] == [0, 1, 2, 0]
+    assert [request.seed for request in core.added[:3]] == [5, 5, 5]
+    assert [request.params.prompt_logprobs for request in core.added[:3]] == [0, None, None], "the prompt is the same"
+    llm.engine.add_request("unseeded", PROMPT, greedy(4, n=2))
+    assert core.added[-1].seed == core.added[-2].seed != core.added[-3].seed
+    assert core.added[-2].request_id == "unseeded#0"
+    for request_id in ("r", "other", "unseeded"):
+        llm.engine.abort(request_id)
+    assert core.aborted == ["r#0", "r#1", "r#2", "other", "unseeded#0", "unseeded#1"]
+
+
+def test_ids_of_samples_are_ids_in_use(llm):
+    engine = llm.engine
+    engine.add_request("a", PROMPT, greedy(2, n=2))
+    for taken in ("a", "a#0", "a#1"):
+        with pytest.raises(RequestError, match=taken):
+            engine.add_request(taken, PROMPT, greedy(2))
+    engine.add_request("b#1", PROMPT, greedy(2))
+    with pytest.raises(RequestError, match="b#1"):
+        engine.add_request("b", PROMPT, greedy(2, n=2))
+    engine.add_request("b", PROMPT, greedy(2))
+    for request_id in ("a", "b", "b#1"):
+        assert engine.abort(request_id)
+    assert_idle(engine)
+
+
+def test_when_the_core_refuses_a_sample_the_others_are_taken_back(llm, monkeypatch):
+    core = ScriptedCore()
+    add = core.add_request
+
+    def refuse_the_third(request):
+        if request.sample_index == 2:
+            raise RequestError("no")
+        add(request)
+
+    monkeypatch.setattr(core, "add_request", refuse_the_third)
+    monkeypatch.setattr(llm.engine, "core", core)
+    with pytest.raises(RequestError, match="no"):
+        llm.engine.add_request("r", PROMPT, greedy(4, n=3))
+    assert core.aborted == ["r#0", "r#1"]
+    assert llm.engine.num_unfinished_requests == 0
+
+
+def test_greedy_samples_are_equal_and_equal_to_the_answer(llm, answer):
+    (output,) = llm.generate(PROMPT, greedy(8, n=3))
+    assert [completion.token_ids for completion in output.outputs] == [answer] * 3
+    assert_idle(llm.engine)
+
+
+# -------------------------------------------------------------------------------------------------- stop strings
+def test_a_stop_string_is_one_abort_in_the_core(llm, monkeypatch):
+    ids = [llm.engine.tokenizer.encode(character)[0] for character in "abcd"]
+    core = ScriptedCore([[EngineCoreOutput("r", (token_id,))] for token_id in ids])
+    monkeypatch.setattr(llm.engine, "core", core)
+    llm.engine.add_request("r", PROMPT, greedy(8, stop="bc"))
+    deltas = [delta for _ in range(4) for delta in llm.engine.step()]
+    assert [delta.new_text for delta in deltas] == ["a", "", ""]
+    assert deltas[-1].final.outputs[0].stop_reason == "bc"
+    assert core.aborted == ["r"]
+    assert llm.engine.abort("r") == [] and core.aborted == ["r"]
+
+
+def test_a_stop_string_frees_the_blocks_at_once(llm):
+    engine = llm.engine
+    plain = llm.generate("some text", greedy(40))[0].outputs[0]
+    character = next(c for c in plain.text[3:] if c != "\ufffd")
+    end = plain.text.index(character)
+    engine.add_request("r", "some text", greedy(200, stop=character))
+    final = None
+    while final is None:
+        for delta in engine.step():
+            final = delta.final
+    assert final.outputs[0].text == plain.text[:end]
+    assert final.outputs[0].token_ids == plain.token_ids[: len(final.outputs[0].token_ids)]
+    assert_idle(engine)
 
 
 class Boom(Exception):
@@ -319,7 +435,7 @@ def test_an_error_inside_the_books_ends_the_engine_with_its_cause(checkpoint, mo
     llm.engine.add_request("a", PROMPT, greedy(8))
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.core.scheduler, "update_from_output", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
             llm.engine.step()
     for _ in range(2):
         with pytest.raises(EngineDeadError, match="ZeroDivisionError") as error:

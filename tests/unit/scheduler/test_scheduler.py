@@ -4,7 +4,7 @@ import pytest
 
 from pico_vllm.errors import ConfigError, RequestError
 from pico_vllm.kv_cache import KVCacheManager
-from pico_vllm.outputs import EngineCoreOutput
+from pico_vllm.outputs import EngineCoreOutput, TokenLogprobs
 from pico_vllm.request import FinishReason, Request, RequestStatus
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.scheduler import Scheduler
@@ -47,6 +47,27 @@ def step(scheduler, **sampled):
     return output, scheduler.update_from_output(output, run_model(output, **sampled))
 
 
+def entry(token_id):
+    return TokenLogprobs((token_id,), (-1.0,), 1)
+
+
+def run_model_with_logprobs(output, requests, **sampled):
+    """The same, with an entry for each prompt position asked for and for each sampled token of who asks."""
+    token_ids = run_model(output, **sampled).token_ids
+    asks = {request.request_id: request.params.logprobs is not None for request in requests}
+    logprobs = zip(output.scheduled, token_ids, strict=True)
+    return ModelRunnerOutput(
+        token_ids,
+        logprobs=tuple(tuple(map(entry, ids)) if asks[row.request_id] else () for row, ids in logprobs),
+        prompt_logprobs=tuple(tuple(map(entry, row.prompt_targets)) for row in output.scheduled),
+    )
+
+
+def step_with_logprobs(scheduler, requests, **sampled):
+    output = scheduler.schedule()
+    return output, scheduler.update_from_output(output, run_model_with_logprobs(output, requests, **sampled))
+
+
 def steps(scheduler, count):
     for _ in range(count):
         step(scheduler)
@@ -84,7 +105,7 @@ def test_request_runs_from_prompt_to_last_token():
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
 
     output, outputs = step(scheduler, a=30)
-    row = NewRequestData(params=request.params, seed=100, num_prompt_tokens=5)
+    row = NewRequestData(params=request.params, seed=100, num_prompt_tokens=5, stop_token_ids=(EOS,))
     prompt = ScheduledRequest("a", (100, 101, 102, 103, 104), 0, 5, (0, 1), True, row)
     assert output == SchedulerOutput(scheduled=(prompt,), num_decode_reqs=0, num_tokens=5)
     assert outputs == [EngineCoreOutput("a", (30,))]
@@ -281,7 +302,7 @@ def test_newest_request_is_preempted_and_resumes_with_all_its_tokens():
     assert outputs[0].finish_reason is FinishReason.LENGTH
 
     ninth, outputs = step(scheduler, b=8)  # "a" held 0, 2, 1
-    row = NewRequestData(params=b.params, seed=200, num_prompt_tokens=4)
+    row = NewRequestData(params=b.params, seed=200, num_prompt_tokens=4, stop_token_ids=(EOS,))
     resumed = ScheduledRequest("b", (200, 201, 202, 203, 7, 7, 7, 7, 7), 0, 9, (0, 2, 1), True, row)
     assert ninth == SchedulerOutput((resumed,), 0, 9, dropped_request_ids=("a",))
     assert outputs == [EngineCoreOutput("b", (8,))]
@@ -658,6 +679,143 @@ def test_output_of_a_request_preempted_in_flight_is_discarded_and_made_again():
     output, outputs = step(scheduler, b=30)
     assert output.scheduled == (ScheduledRequest("b", (7, 7, 7, 7), 4, 4, (), True),)
     assert outputs == [EngineCoreOutput("b", (30,))]
+
+
+# What sampling needs to know
+
+
+def test_the_worker_is_told_all_of_a_new_request():
+    scheduler = make_scheduler()
+    params = SamplingParams(max_tokens=4, stop_token_ids=(9,), ignore_eos=True)
+    request = Request("a", (5, 6), params, seed=3, sample_index=2, bad_words_token_ids=((4, 5), (6,)))
+    scheduler.add(request)
+    row = NewRequestData(
+        params=params,
+        seed=3,
+        num_prompt_tokens=2,
+        sample_index=2,
+        stop_token_ids=(9,),
+        bad_words_token_ids=((4, 5), (6,)),
+        known_token_ids=(5, 6),
+    )
+    assert scheduler.schedule().scheduled == (ScheduledRequest("a", (5, 6), 0, 2, (0,), True, row),)
+
+
+@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.2}, {"presence_penalty": 1.0}, {}])
+def test_known_tokens_are_all_of_prompt_and_output_after_a_preemption_if_sampling_needs_them(penalty):
+    """The first step after it computes a chunk of them only."""
+    scheduler = make_scheduler(num_blocks=4, block_size=4, max_num_batched_tokens=8)
+    add(scheduler, 4, 4, max_tokens=8, **penalty)
+    known = [row.new_request.known_token_ids for row in step(scheduler)[0].scheduled]
+    assert known == ([(100, 101, 102, 103), (200, 201, 202, 203)] if penalty else [(), ()])
+    steps(scheduler, 7)
+    (resumed,) = step(scheduler)[0].scheduled
+    assert (resumed.request_id, resumed.num_new_tokens, resumed.samples) == ("b", 8, False)
+    assert resumed.new_request.known_token_ids == ((200, 201, 202, 203, 7, 7, 7, 7, 7) if penalty else ())
+
+
+def test_a_request_with_nothing_left_to_choose_ends_alone_and_gives_everything_back():
+    scheduler = make_scheduler()
+    _, b, _ = add(scheduler, 3, 3, 3, max_tokens=2)
+    _, outputs = step(scheduler, b=-1)
+    error = EngineCoreOutput("b", (), FinishReason.ERROR)
+    assert outputs == [EngineCoreOutput("a", (7,)), error, EngineCoreOutput("c", (7,))]
+    assert (b.status, b.output_token_ids) == (RequestStatus.FINISHED, [])
+    output, outputs = step(scheduler)
+    assert output.dropped_request_ids == ("b",)
+    assert [o.finish_reason for o in outputs] == [FinishReason.LENGTH] * 2
+    scheduler.schedule()
+    assert_nothing_is_left(scheduler)
+
+
+def test_a_stop_token_before_min_tokens_does_not_end_the_request():
+    """The worker masks it; a custom processor may bring it back."""
+    scheduler = make_scheduler()
+    add(scheduler, 3, max_tokens=9, min_tokens=2)
+    reasons = [step(scheduler, a=EOS)[1][0].finish_reason for _ in range(3)]
+    assert reasons == [None, None, FinishReason.STOP]
+
+
+# Logprobs
+
+
+def test_logprobs_go_to_the_requests_that_asked():
+    scheduler = make_scheduler()
+    requests = [*add(scheduler, 3, 3, max_tokens=2), make_request("c", 3, max_tokens=2, logprobs=0)]
+    scheduler.add(requests[-1])
+    for _ in range(2):
+        _, outputs = step_with_logprobs(scheduler, requests, a=30, b=31, c=32)
+        assert [(o.request_id, o.logprobs) for o in outputs] == [("a", ()), ("b", ()), ("c", (entry(32),))]
+        assert all(o.prompt_logprobs == () for o in outputs)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_prompt_logprobs_come_with_their_chunks_in_the_order_of_the_step():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    requests = [make_request("a", 9, prompt_logprobs=0), make_request("b", 3, prompt_logprobs=1, max_tokens=1)]
+    for request in requests:
+        scheduler.add(request)
+    _, outputs = step_with_logprobs(scheduler, requests)
+    assert outputs == [EngineCoreOutput("a", (), prompt_logprobs=tuple(map(entry, (101, 102, 103, 104))))]
+    _, outputs = step_with_logprobs(scheduler, requests)
+    assert outputs == [EngineCoreOutput("a", (), prompt_logprobs=tuple(map(entry, (105, 106, 107, 108))))]
+    output, outputs = step_with_logprobs(scheduler, requests)
+    assert shares(output) == {"a": 1, "b": 3}
+    of_b = tuple(map(entry, (201, 202)))
+    assert outputs == [EngineCoreOutput("a", (7,)), EngineCoreOutput("b", (7,), FinishReason.LENGTH, None, (), of_b)]
+
+
+def test_a_prompt_chunk_with_logprobs_keeps_its_place_before_sampled_tokens():
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    requests = [make_request("a", 8, prompt_logprobs=0, max_tokens=2), make_request("b", 4)]
+    for request in requests:
+        scheduler.add(request)
+    step_with_logprobs(scheduler, requests)  # a: 6
+    output, outputs = step_with_logprobs(scheduler, requests)
+    assert shares(output) == {"a": 2, "b": 4}
+    requests.append(make_request("c", 9, prompt_logprobs=0))
+    scheduler.add(requests[-1])
+    output, outputs = step_with_logprobs(scheduler, requests)
+    assert shares(output) == {"a": 1, "b": 1, "c": 4}
+    assert [o.request_id for o in outputs] == ["a", "b", "c"]
+    requests += [make_request("d", 5, prompt_logprobs=0), make_request("e", 1)]
+    for request in requests[-2:]:
+        scheduler.add(request)
+    output, outputs = step_with_logprobs(scheduler, requests)
+    assert [row.request_id for row in output.scheduled] == [o.request_id for o in outputs] == ["b", "c"]
+    output, outputs = step_with_logprobs(scheduler, requests)
+    assert shares(output) == {"b": 1, "c": 1, "d": 4}
+    output, outputs = step_with_logprobs(scheduler, requests)
+    assert [row.request_id for row in output.scheduled] == [o.request_id for o in outputs] == ["b", "c", "d", "e"]
+
+
+def test_prompt_logprobs_of_a_request_preempted_in_flight_arrive_and_are_not_asked_again():
+    """Their values don't depend on what becomes of the request; and ``take_prompt_targets`` hands each out once."""
+    scheduler = make_scheduler(num_blocks=17, block_size=2, max_num_batched_tokens=2)
+    requests = [make_request("a", 2, max_tokens=20), make_request("b", 25, max_tokens=1, prompt_logprobs=0)]
+    for request in requests:
+        scheduler.add(request)
+    inflight, received, lost = scheduler.schedule(), [], 0
+    while scheduler.has_unfinished_requests():
+        following = scheduler.schedule()
+        lost += following.dropped_request_ids == ("b",) and "b" in shares(inflight)
+        for output in scheduler.update_from_output(inflight, run_model_with_logprobs(inflight, requests)):
+            received += [e.token_ids[0] for e in output.prompt_logprobs if output.request_id == "b"]
+        inflight = following
+    assert (requests[1].num_preemptions, lost) == (1, 1)
+    assert received == list(range(201, 225))
+
+
+def test_prompt_logprobs_of_an_aborted_request_are_discarded():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    requests = [make_request("a", 9, prompt_logprobs=0)]
+    scheduler.add(requests[0])
+    output = scheduler.schedule()
+    scheduler.abort("a")
+    assert scheduler.update_from_output(output, run_model_with_logprobs(output, requests)) == []
+
+
+# Our own faults
 
 
 def test_steps_that_come_back_out_of_order_are_our_own_fault():

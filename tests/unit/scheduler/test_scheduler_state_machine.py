@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pico_vllm.errors import RequestError
 from pico_vllm.kv_cache import KVCacheManager
+from pico_vllm.outputs import TokenLogprobs
 from pico_vllm.request import FinishReason, Request, RequestStatus
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.scheduler import Scheduler
@@ -56,6 +57,7 @@ class Row:
     num_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     last_sampled: tuple[int, int] | None = None  # position, token id
+    history: list[int] | None = None  # what a request with penalties was told and has sampled since
 
 
 class FakeWorker:
@@ -74,7 +76,10 @@ class FakeWorker:
         for scheduled, token_ids in zip(output.scheduled, new_tokens, strict=True):
             for position, token_id in enumerate(token_ids, scheduled.num_computed_tokens):
                 self.slots[self._slot(scheduled.request_id, position)] = (scheduled.request_id, position, token_id)
-        return ModelRunnerOutput(tuple(self._sample(scheduled) for scheduled in output.scheduled))
+        return ModelRunnerOutput(
+            tuple(self._sample(scheduled) for scheduled in output.scheduled),
+            prompt_logprobs=tuple(self._prompt_logprobs(scheduled) for scheduled in output.scheduled),
+        )
 
     def _prepare(self, scheduled):
         request_id, start = scheduled.request_id, scheduled.num_computed_tokens
@@ -82,7 +87,8 @@ class FakeWorker:
             assert request_id not in self.rows
             data = scheduled.new_request
             assert data.params is not None
-            self.rows[request_id] = Row(data.seed, data.num_prompt_tokens)
+            history = list(data.known_token_ids) if data.params.has_penalties else None
+            self.rows[request_id] = Row(data.seed, data.num_prompt_tokens, history=history)
         row = self.rows[request_id]
         assert start == row.num_tokens, "positions are contiguous"
         row.num_tokens += scheduled.num_new_tokens
@@ -102,9 +108,20 @@ class FakeWorker:
         if not scheduled.samples:
             return ()
         assert row.num_tokens >= row.num_prompt_tokens
-        token_id = next_token([entry[2] for entry in context], row.seed)
+        token_ids = [entry[2] for entry in context]
+        token_id = next_token(token_ids, row.seed)
         row.last_sampled = (row.num_tokens, token_id)
+        if row.history is not None:
+            assert row.history == token_ids
+            row.history.append(token_id)
         return (token_id,)
+
+    def _prompt_logprobs(self, scheduled):
+        """An entry says which position predicts which token."""
+        start = scheduled.num_computed_tokens
+        entries = list(enumerate(scheduled.prompt_targets, scheduled.prompt_targets_start))
+        assert all(start <= position < start + scheduled.num_new_tokens for position, _ in entries)
+        return tuple(TokenLogprobs((token_id,), (0.0,), position) for position, token_id in entries)
 
     def _slot(self, request_id, position):
         block_id = self.rows[request_id].block_table[position // self.block_size]
@@ -140,6 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrival = {}  # request → number
         self.first_admissions = []
         self.received = {}  # request → tokens the client has seen
+        self.received_of_prompt = {}  # request → (position, token) of the prompt logprobs it has seen
         self.inflight = deque()
         self.num_schedules = self.last_admission = 0
 
@@ -149,9 +167,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([1, 2, 7, 15, 30, 1000]),
         stop=st.booleans(),
         ignore_eos=st.booleans(),
+        extra=st.sampled_from([{}, {"prompt_logprobs": 0}, {"presence_penalty": 1.0}]),
     )
-    def add(self, name, prompt, max_tokens, stop, ignore_eos):
-        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,) if stop else (), ignore_eos=ignore_eos)
+    def add(self, name, prompt, max_tokens, stop, ignore_eos, extra):
+        stop_token_ids = (STOP,) if stop else ()
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, **extra)
         request = Request(name, prompt, params, seed=len(self.arrival), eos_token_ids=(EOS,))
         num_slots = min(len(prompt) + max_tokens, self.max_model_len) - 1
         fits = len(prompt) < self.max_model_len and num_slots <= self.manager.max_tokens
@@ -163,10 +183,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live[name] = request
         self.arrival[request] = len(self.arrival)
         self.received[request] = []
+        self.received_of_prompt[request] = []
 
     @rule(name=st.sampled_from("abcdef"))
     def add_short_prompt(self, name):
-        self.add(name, [len(self.arrival) % VOCAB_SIZE], 1000, False, True)
+        self.add(name, [len(self.arrival) % VOCAB_SIZE], 1000, False, True, {})
 
     @rule(index=st.integers(0, 5))
     def abort(self, index):
@@ -194,6 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = self.live[output.request_id]
             received = self.received[request]
             received += output.new_token_ids
+            self._check_prompt_logprobs(request, output)
             expected, reason, stop_reason = generate_alone(request, self.max_model_len)
             assert request.output_token_ids == received == expected[: len(received)]
             assert (output.finish_reason is None) == (len(received) < len(expected))
@@ -201,6 +223,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert (output.finish_reason, output.stop_reason) == (reason, stop_reason)
                 assert request.status is RequestStatus.FINISHED
                 del self.live[output.request_id]
+
+    def _check_prompt_logprobs(self, request, output):
+        """Each position once, in order, and all of them before the first token: also after a preemption."""
+        received = self.received_of_prompt[request]
+        received += [(entry.rank, *entry.token_ids) for entry in output.prompt_logprobs]
+        asked = request.params.prompt_logprobs is not None
+        expected = list(enumerate(request.prompt_token_ids[1:])) if asked else []
+        assert received == expected[: len(received)]
+        assert len(received) == len(expected) or not output.new_token_ids
 
     @precondition(lambda self: not self.inflight)
     @rule(count=st.integers(1, 24))
@@ -304,7 +335,9 @@ def test_long_contended_traffic(seed):
     for _ in range(300):
         if random.random() < 0.3:
             prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 6))]
-            machine.add(random.choice("abcdef"), prompt, random.choice([3, 7, 1000]), False, random.random() < 0.5)
+            max_tokens, ignore_eos = random.choice([3, 7, 1000]), random.random() < 0.5
+            extra = random.choice([{}, {"prompt_logprobs": 0}, {"presence_penalty": 1.0}])
+            machine.add(random.choice("abcdef"), prompt, max_tokens, False, ignore_eos, extra)
         if random.random() < 0.05:
             machine.abort(random.randrange(6))
         if len(machine.inflight) < 2:

@@ -6,25 +6,44 @@ import pytest
 import torch
 
 from pico_vllm import SamplingParams
+from pico_vllm.kernels.backend import CPU
 from pico_vllm.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
 from pico_vllm.worker.input_builder import InputBuilder
 
 BLOCK_SIZE = 4
+VOCAB_SIZE = 2000
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def make_builder(max_num_seqs=4):
-    return InputBuilder(max_num_seqs, max_blocks_per_seq=5, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    return InputBuilder(
+        max_num_seqs, max_blocks_per_seq=5, block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE, device=torch.device("cpu")
+    )
 
 
-def new(request_id, ids, blocks, *, computed=0, prompt=None, samples=True, params=GREEDY, seed=0):
+def new(
+    request_id,
+    ids,
+    blocks,
+    *,
+    computed=0,
+    prompt=None,
+    samples=True,
+    params=GREEDY,
+    seed=0,
+    sample_index=0,
+    targets=(),
+    targets_start=0,
+):
     """A request that the worker has no row for."""
-    data = NewRequestData(params, seed, len(ids) if prompt is None else prompt)
-    return ScheduledRequest(request_id, tuple(ids), computed, len(ids), tuple(blocks), samples, data)
+    data = NewRequestData(params, seed, len(ids) if prompt is None else prompt, sample_index)
+    wanted = (targets, targets_start)
+    return ScheduledRequest(request_id, tuple(ids), computed, len(ids), tuple(blocks), samples, data, *wanted)
 
 
-def chunk(request_id, ids, computed, blocks=(), *, samples=True):
-    return ScheduledRequest(request_id, tuple(ids), computed, len(ids), tuple(blocks), samples)
+def chunk(request_id, ids, computed, blocks=(), *, samples=True, targets=(), targets_start=0):
+    wanted = (targets, targets_start)
+    return ScheduledRequest(request_id, tuple(ids), computed, len(ids), tuple(blocks), samples, None, *wanted)
 
 
 def decode(request_id, computed, blocks=()):
@@ -42,7 +61,7 @@ def arrays(batch):
 
 
 def record(builder, sampling, *token_ids):
-    builder.record_sampled(sampling.rows, torch.tensor(token_ids))
+    builder.record_sampled(sampling, torch.tensor(token_ids))
 
 
 # -------------------------------------------------------------------------------------------------------- the arrays
@@ -60,7 +79,9 @@ def test_a_new_request_over_a_block_border():
         "max_query_len": 6,
         "max_seq_len": 6,
     }
-    assert sampling.rows.tolist() == [0] and sampling.random is None
+    assert sampling.rows.tolist() == sampling.host_rows.tolist() == [0]
+    assert sampling.host_positions.tolist() == [0]
+    assert (sampling.random, sampling.num_logprobs, sampling.prompt_logprobs) == (None, (), None)
 
 
 @pytest.mark.parametrize(
@@ -300,15 +321,15 @@ def test_a_random_request_that_does_not_sample_in_this_step_sends_nothing_either
 
 
 def test_each_sampled_row_has_its_own_parameters():
-    first = SamplingParams(temperature=0.5, top_k=7, top_p=0.25)
+    first = SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
     second = SamplingParams(temperature=2.0, top_k=-1, top_p=0.75)
-    ignored = SamplingParams(temperature=0.0, top_k=9, top_p=0.1)
+    ignored = SamplingParams(temperature=0.0, top_k=9, top_p=0.1, min_p=0.5)
     _, sampling = make_builder().build(
         step(
             new("a", [1, 2], [0], params=first, seed=11),
             new("b", [1], [1], prompt=3, params=second, seed=12, samples=False),
             new("c", [1], [2], params=ignored, seed=13),
-            new("d", [1], [3], params=second, seed=14),
+            new("d", [1], [3], params=second, seed=14, sample_index=3),
         )
     )
     random = sampling.random
@@ -317,9 +338,26 @@ def test_each_sampled_row_has_its_own_parameters():
     assert random.temperature.tolist() == [0.5, 1.0, 2.0]
     assert random.top_k.tolist() == [7, 0, -1]
     assert random.top_p.tolist() == [0.25, 1.0, 0.75]
+    assert random.min_p.tolist() == [0.125, 0.0, 0.0]
     assert random.seeds[[0, 2]].tolist() == [11, 14]
-    assert (random.greedy.dtype, random.temperature.dtype, random.top_p.dtype) == (torch.bool, *[torch.float32] * 2)
-    assert (random.top_k.dtype, random.seeds.dtype, random.positions.dtype) == (torch.int64,) * 3
+    assert random.sample_indices[[0, 2]].tolist() == [0, 3]
+    assert random.greedy.dtype == torch.bool
+    assert (random.temperature.dtype, random.top_p.dtype, random.min_p.dtype) == (torch.float32,) * 3
+    integers = (random.top_k, random.seeds, random.sample_indices, random.positions)
+    assert {tensor.dtype for tensor in integers} == {torch.int64}
+
+
+def test_min_p_is_not_sent_when_no_row_has_one():
+    greedy, plain = SamplingParams(temperature=0.0, min_p=0.5), SamplingParams(temperature=1.0)
+    _, sampling = make_builder().build(step(new("a", [1], [0], params=greedy), new("b", [1], [1], params=plain)))
+    assert sampling.random is not None and sampling.random.min_p is None
+
+
+def test_a_temperature_too_large_for_a_float32_is_the_largest_one():
+    """Infinity would make NaN of masked logits."""
+    params = SamplingParams(temperature=1e300)
+    _, sampling = make_builder().build(step(new("a", [1], [0], params=params)))
+    assert sampling.random.temperature.tolist() == [torch.finfo(torch.float32).max]
 
 
 @pytest.mark.parametrize(
@@ -337,14 +375,103 @@ def test_the_position_is_the_index_in_the_output_however_the_request_got_there()
     params = SamplingParams(temperature=1.0)
     builder = make_builder()
     _, sampling = builder.build(step(new("a", [1, 2, 3], [0], params=params)))
-    assert sampling.random.positions.tolist() == [0]
+    assert sampling.random.positions.tolist() == sampling.host_positions.tolist() == [0]
     record(builder, sampling, 9)
     for index in (1, 2):
         _, sampling = builder.build(step(decode("a", 2 + index, [index]), decodes=1))
-        assert sampling.random.positions.tolist() == [index]
+        assert sampling.random.positions.tolist() == sampling.host_positions.tolist() == [index]
         record(builder, sampling, 9)
     # Preempted after three tokens and recomputed in two chunks: the next one is still number 3.
     resumed = new("a", [1, 2, 3, 9], [4], prompt=3, params=params, samples=False)
     builder.build(step(resumed, dropped=("a",)))
     _, sampling = builder.build(step(chunk("a", [9, 9], 4, [5])))
-    assert sampling.random.positions.tolist() == [3]
+    assert sampling.random.positions.tolist() == sampling.host_positions.tolist() == [3]
+
+
+# ---------------------------------------------------------------------------------------------------------- logprobs
+def test_nobody_asks_for_logprobs_and_nothing_is_said_of_them():
+    _, sampling = make_builder().build(step(new("a", [1, 2], [0]), new("b", [3], [1])))
+    assert (sampling.num_logprobs, sampling.prompt_logprobs) == ((), None)
+
+
+def test_each_sampled_row_says_how_many_logprobs_it_wants():
+    def asks(num_logprobs):
+        return SamplingParams(temperature=0.0, logprobs=num_logprobs)
+
+    scheduled = [
+        new("a", [1], [0], params=asks(0)),
+        new("b", [2], [1]),
+        new("c", [3], [2], prompt=2, samples=False, params=asks(9)),
+        new("d", [4], [3], params=asks(5)),
+    ]
+    builder = make_builder()
+    _, sampling = builder.build(step(*scheduled))
+    assert sampling.num_logprobs == (0, -1, 5), "c does not sample"
+    _, sampling = builder.build(step(decode("b", 1), new("e", [5], [4]), dropped=("a",)))
+    assert sampling.num_logprobs == (), "e has a's row and nothing of a's"
+    builder.drop(("c", "d"))
+    assert builder._rows_with_logprobs == set(), "a step doesn't even look at its rows"
+
+
+def test_prompt_positions_come_after_the_sampled_ones():
+    asks = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    scheduled = [
+        new("a", [11, 12, 13], [0]),
+        new("b", [21, 22, 23, 24], [1], params=asks, targets=(22, 23, 24), targets_start=0),
+        new("c", [31, 32], [2], prompt=5, samples=False, params=asks, targets=(32, 33), targets_start=0),
+    ]
+    batch, sampling = make_builder().build(step(*scheduled))
+    assert batch.logits_indices.tolist() == [2, 6, 3, 4, 5, 7, 8]
+    assert sampling.rows.tolist() == [0, 1]
+    prompt = sampling.prompt_logprobs
+    assert prompt.targets.tolist() == [22, 23, 24, 32, 33] and prompt.targets.dtype == torch.int64
+    assert (prompt.counts, prompt.num_best) == ((0, 3, 2), (-1, 2, 2))
+
+
+def test_prompt_positions_of_a_later_chunk_and_behind_what_was_delivered():
+    asks = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    builder = make_builder()
+    builder.build(step(new("a", [1, 2, 3], [0], prompt=8, samples=False, params=asks)))
+    part = chunk("a", [4, 5, 6], 3, [1], samples=False, targets=(5, 6, 7), targets_start=3)
+    batch, sampling = builder.build(step(new("b", [9, 9], [2]), part))
+    assert batch.logits_indices.tolist() == [1, 2, 3, 4]
+    assert sampling.prompt_logprobs.counts == (0, 3)
+    # Preempted and computed anew: positions 0 … 5 are not asked again, 6 is.
+    again = new("a", [1, 2, 3, 4, 5, 6, 7, 8], [3, 4], params=asks, targets=(8,), targets_start=6)
+    batch, sampling = builder.build(step(again, dropped=("a",)))
+    assert batch.logits_indices.tolist() == [7, 6]
+    assert (sampling.prompt_logprobs.targets.tolist(), sampling.prompt_logprobs.counts) == ([8], (1,))
+
+
+def test_past_the_prompt_nothing_is_said_of_prompt_logprobs():
+    asks = SamplingParams(temperature=0.0, prompt_logprobs=3)
+    builder = make_builder()
+    _, sampling = builder.build(step(new("a", [1, 2], [0], params=asks, targets=(2,))))
+    assert sampling.prompt_logprobs is not None
+    record(builder, sampling, 5)
+    batch, sampling = builder.build(step(decode("a", 2), decodes=1))
+    assert sampling.prompt_logprobs is None and batch.logits_indices.tolist() == [0]
+    builder.drop(("a",))
+    assert builder._rows_with_prompt_logprobs == set()
+
+
+# ---------------------------------------------------------------------------------------------- logits processors
+def test_rows_of_the_logits_processors_come_and_go_with_the_requests():
+    builder = make_builder(max_num_seqs=2)
+    biased = SamplingParams(temperature=0.0, logit_bias={3: 5.0})
+    _, sampling = builder.build(step(new("a", [1], [0], params=biased), new("b", [2], [1])))
+    active = [builder.logits_processors.any_active(sampling.host_rows[[i]]) for i in range(2)]
+    assert active == [True, False]
+    builder.build(step(new("c", [1], [0]), dropped=("a",)))
+    assert not builder.logits_processors.any_active(sampling.host_rows)
+
+
+def test_sampled_ids_are_counted_for_the_penalties():
+    builder = make_builder()
+    penalised = SamplingParams(temperature=0.0, presence_penalty=1.5)
+    _, sampling = builder.build(step(new("a", [1], [0]), new("b", [2], [1], params=penalised)))
+    record(builder, sampling, 7, 8)
+    _, sampling = builder.build(step(decode("b", 1), decode("a", 1), decodes=2))
+    logits = torch.zeros(2, VOCAB_SIZE)
+    builder.logits_processors.apply(logits, sampling.host_rows, sampling.host_positions, CPU)
+    assert logits.nonzero().tolist() == [[0, 8]] and logits[0, 8] == -1.5

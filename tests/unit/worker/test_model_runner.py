@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,8 @@ from engine_runs import greedy, make_llm
 from pico_vllm.errors import ConfigError
 from pico_vllm.kernels.backend import CPU, REFERENCE, recording
 from pico_vllm.kernels.rms_norm import rms_norm_reference
+from pico_vllm.request import Request
+from pico_vllm.scheduler_output import GrammarMasks
 from pico_vllm.worker.model_runner import resolve_device
 
 PROMPTS = [[10, 20, 30, 40, 50], [7] * 17, [99]]
@@ -154,3 +157,46 @@ def test_uninitialised_cache_memory_is_never_read(checkpoint, expected):
     for cache in runner_of(llm).kv_caches:
         cache.fill_(float("nan"))
     assert tokens(llm) == expected
+
+
+# --------------------------------------------------------------------------------------------------- grammar masks
+def allow(*sets):
+    """The bitmask of sets of token ids."""
+    bitmask = np.zeros((len(sets), -(-tiny_models.VOCAB_SIZE // 32)), dtype=np.uint32)
+    for row, ids in enumerate(sets):
+        for token_id in ids:
+            bitmask[row, token_id // 32] |= np.uint32(1 << token_id % 32)
+    return bitmask.view(np.int32)
+
+
+def test_grammar_masks_reach_the_rows_they_are_of(checkpoint, expected):
+    """In another order than that of the step, beside a request without one and a chunk that samples nothing."""
+    llm = make_llm(checkpoint, max_num_batched_tokens=12)
+    core = llm.engine.core
+    for name, prompt in zip("abc", ([10, 20, 30, 40, 50], [99], [7] * 17), strict=True):
+        core.add_request(Request(name, prompt, greedy(6)))
+    step = core.scheduler.schedule()
+    assert [(r.request_id, r.samples) for r in step.scheduled] == [("b", True), ("a", True), ("c", False)]
+    output = core.executor.execute(step, GrammarMasks(("a", "b"), allow({3, 33, 299}, {288})))
+    core.scheduler.update_from_output(step, output)
+    of_b, of_a, of_c = output.token_ids
+    assert of_b == (288,) and of_a[0] in (3, 33, 299) and of_c == ()
+    step = core.scheduler.schedule()
+    assert [(r.request_id, r.samples) for r in step.scheduled] == [("a", True), ("b", True), ("c", False)]
+    output = core.executor.execute(step, GrammarMasks(("b",), allow(())))
+    assert output.token_ids[1] == (-1,) and output.token_ids[0][0] >= 0
+    free = make_llm(checkpoint)
+    free.engine.core.add_request(Request("a", [10, 20, 30, 40, 50, *of_a], greedy(6)))
+    (delta,) = free.engine.core.step()
+    assert output.token_ids[0] == delta.new_token_ids, "a has no mask any more"
+
+
+def test_a_mask_that_allows_everything_changes_nothing(checkpoint, expected):
+    core = make_llm(checkpoint).engine.core
+    core.add_request(Request("a", PROMPTS[0], greedy(6)))
+    found = []
+    while core.has_unfinished_requests():
+        step = core.scheduler.schedule()
+        output = core.executor.execute(step, GrammarMasks(("a",), allow(range(tiny_models.VOCAB_SIZE))))
+        found += [i for o in core.scheduler.update_from_output(step, output) for i in o.new_token_ids]
+    assert found == expected[0]
