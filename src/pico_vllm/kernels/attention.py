@@ -273,7 +273,10 @@ def _attend_decodes(
     scores = torch.matmul(query.float(), keys.float().transpose(2, 3)).mul_(scale)
     if mask is not None:
         scores.masked_fill_(~mask, float("-inf"))
-    return torch.matmul(scores.softmax(dim=-1).to(values.dtype), values)
+    weights = scores.softmax(dim=-1)
+    if values.dtype == torch.float16:  # some CPUs sum fp16 products in fp16
+        return torch.matmul(weights, values.float()).to(values.dtype)
+    return torch.matmul(weights.to(values.dtype), values)
 
 
 def _gather(
