@@ -218,10 +218,9 @@ def test_large_equal_parts_of_scores_neither_overflow_nor_swallow_the_small_ones
     2 KV heads: 2, 14, 16 and 24 pairs of sequence and head, on both sides of where an implementation may switch.
     """
     case = build_paged_case(Step(((1, 33),) * num_seqs, num_seqs), SMALL, dtype=dtype, device=impl.device)
-    case.projected.query.add_(36.0)
-    case.projected.key.add_(36.0)
-    for cache in (case.kv_cache, case.stored_cache):
-        cache[:, 0] += 36.0
+    keys = (case.kv_cache[:, 0], case.stored_cache[:, 0])
+    for tensor in (case.projected.query, case.projected.key, *keys):
+        tensor.add_(36.0).mul_(4).round_().div_(4)  # quarters: sums of products are exact in fp32, in any order
     out, _ = run_step(impl.op, case)
     assert_near_oracle("attention", out, oracle(case))
 
