@@ -153,10 +153,9 @@ class EngineCore:
         start = time.perf_counter()
         with self._fatal():
             plan = self.scheduler.schedule()
-            masks = self.structured_output.masks(plan)
         scheduled = time.perf_counter()
         try:
-            result = self.executor.execute(plan, masks)
+            result = self.executor.execute(plan, partial(self.structured_output.masks, plan))
         except BaseException:
             with self._fatal():
                 self._recompute_everything()

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from pico_vllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pico_vllm.config import EngineConfig, ModelConfig
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Progress
@@ -38,6 +40,8 @@ class UniProcExecutor:
         """Forget every request: the next step sends all of them anew."""
         self.runner.reset()
 
-    def execute(self, step: SchedulerOutput, grammar: GrammarMasks | None = None) -> ModelRunnerOutput:
-        """Run one step and wait for its sampled ids."""
-        return self.runner.execute(step, grammar)
+    def execute(
+        self, step: SchedulerOutput, make_masks: Callable[[], GrammarMasks | None] | None = None
+    ) -> ModelRunnerOutput:
+        """Run one step and wait for its sampled ids; ``make_masks`` is called while the device computes."""
+        return self.runner.execute(step, make_masks)

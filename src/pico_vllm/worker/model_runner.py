@@ -113,8 +113,14 @@ class ModelRunner:
         self._rows = self._new_rows()
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput, grammar: GrammarMasks | None = None) -> ModelRunnerOutput:
-        """Run one step: build inputs, forward, sample, and wait for the sampled ids."""
+    def execute(
+        self, step: SchedulerOutput, make_masks: Callable[[], GrammarMasks | None] | None = None
+    ) -> ModelRunnerOutput:
+        """Run one step: build inputs, forward, sample, and wait for the sampled ids.
+
+        ``make_masks`` (grammar masks of the step, or None) is called when the forward pass has been launched: on a GPU
+        the host makes them while the device computes.
+        """
         if not step.scheduled:  # nothing runs, but rows may have to go
             self._rows.drop(step.dropped_request_ids)
             self.last_forward_s = 0.0
@@ -122,7 +128,7 @@ class ModelRunner:
         batch, sampling = self._rows.build(step)
         built = time.perf_counter()
         logits = self._model(batch, self.kv_caches)
-        output = self._sample(logits, step, sampling, grammar)
+        output = self._sample(logits, step, sampling, None if make_masks is None else make_masks())
         self.last_forward_s = time.perf_counter() - built
         if self.step_observer is not None:
             self.step_observer(step)

@@ -56,7 +56,8 @@ class RandomExecutor:
         self.forced = {}  # request id -> ids to return whatever the mask says
         self.steps = []
 
-    def execute(self, plan, masks=None):
+    def execute(self, plan, make_masks=None):
+        masks = None if make_masks is None else make_masks()
         rows = {} if masks is None else dict(zip(masks.request_ids, masks.bitmask, strict=True))
         assert set(rows) <= {r.request_id for r in plan.scheduled if r.samples}
         self.steps.append((plan, masks))

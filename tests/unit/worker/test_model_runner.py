@@ -177,13 +177,13 @@ def test_grammar_masks_reach_the_rows_they_are_of(checkpoint, expected):
         core.add_request(Request(name, prompt, greedy(6)))
     step = core.scheduler.schedule()
     assert [(r.request_id, r.samples) for r in step.scheduled] == [("b", True), ("a", True), ("c", False)]
-    output = core.executor.execute(step, GrammarMasks(("a", "b"), allow({3, 33, 299}, {288})))
+    output = core.executor.execute(step, lambda: GrammarMasks(("a", "b"), allow({3, 33, 299}, {288})))
     core.scheduler.update_from_output(step, output)
     of_b, of_a, of_c = output.token_ids
     assert of_b == (288,) and of_a[0] in (3, 33, 299) and of_c == ()
     step = core.scheduler.schedule()
     assert [(r.request_id, r.samples) for r in step.scheduled] == [("a", True), ("b", True), ("c", False)]
-    output = core.executor.execute(step, GrammarMasks(("b",), allow(())))
+    output = core.executor.execute(step, lambda: GrammarMasks(("b",), allow(())))
     assert output.token_ids[1] == (-1,) and output.token_ids[0][0] >= 0
     free = make_llm(checkpoint)
     free.engine.core.add_request(Request("a", [10, 20, 30, 40, 50, *of_a], greedy(6)))
@@ -197,6 +197,16 @@ def test_a_mask_that_allows_everything_changes_nothing(checkpoint, expected):
     found = []
     while core.has_unfinished_requests():
         step = core.scheduler.schedule()
-        output = core.executor.execute(step, GrammarMasks(("a",), allow(range(tiny_models.VOCAB_SIZE))))
+        output = core.executor.execute(step, lambda: GrammarMasks(("a",), allow(range(tiny_models.VOCAB_SIZE))))
         found += [i for o in core.scheduler.update_from_output(step, output) for i in o.new_token_ids]
     assert found == expected[0]
+
+
+def test_masks_are_made_after_the_forward_pass_has_been_launched(checkpoint, monkeypatch):
+    core = make_llm(checkpoint).engine.core
+    core.add_request(Request("a", PROMPTS[0], greedy(6)))
+    runner, calls = core.executor.runner, []
+    forward = runner._model
+    monkeypatch.setattr(runner, "_model", lambda *args: calls.append("forward") or forward(*args))
+    core.executor.execute(core.scheduler.schedule(), lambda: calls.append("masks"))
+    assert calls == ["forward", "masks"]
