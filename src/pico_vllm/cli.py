@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pico_vllm.sampling_params import SamplingParams
 
 MODEL_HELP = "Directory, .gguf file or hub id (owner/name). Default: SmolLM2-135M-Instruct, fetched once."
+REVISION_HELP = "Branch, tag or commit of a hub id."
 #: What the engine calls the phases of its start, and what a person reads.
 PHASES = {"download": "Downloading SmolLM2-135M-Instruct", "convert": "Converting it once", "load": "Loading weights"}
 EXIT_ERROR = 1
@@ -126,13 +127,8 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead
 @app.command()
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="One or more prompts; - reads stdin.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Directory, .gguf file or hub id (owner/name). Default: SmolLM2-135M-Instruct, fetched once."
-        ),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    revision: Annotated[str | None, typer.Option(help=REVISION_HELP)] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt at most.")] = 128,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy. Default: the model's own setting, else greedy.")
@@ -197,7 +193,7 @@ def generate(
 @app.command()
 def chat(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    revision: Annotated[str | None, typer.Option(help=REVISION_HELP)] = None,
     system: Annotated[str | None, typer.Option(help="System message of every conversation.")] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens an answer at most.")] = 512,
     temperature: Annotated[
@@ -247,7 +243,7 @@ def batch(
         Path, typer.Argument(metavar="OUT.jsonl", help="Answers; an existing file is gone on with.")
     ],
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    revision: Annotated[str | None, typer.Option(help=REVISION_HELP)] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     max_num_seqs: Annotated[int, typer.Option(help="Requests running at the same time at most.")] = 256,
@@ -293,10 +289,8 @@ def batch(
 
 @app.command()
 def verify(
-    model: Annotated[
-        str | None, typer.Option(help="Directory, .gguf file or hub id (owner/name). Default: SmolLM2-135M-Instruct.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    revision: Annotated[str | None, typer.Option(help=REVISION_HELP)] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     backend: Annotated[Backend, typer.Option(help="Which implementations of the ops.")] = Backend.auto,

@@ -3,9 +3,10 @@
 Owns the scheduler, the KV cache manager and the executor, and is the only place that builds them. It knows no text, no
 files but the checkpoint's, and no clients, so it can run in a process of its own. A step is three lines.
 
-A step happens whole or it is the last. An exception inside one leaves plans, blocks and device rows that do not agree,
-and nothing can be said for the tokens that would follow: the engine is dead, and every later call says why. Ctrl-C is
-no such exception: while a step runs on the main thread it waits, and KeyboardInterrupt comes when the step is over.
+What can go wrong in a step: an exception on the device is raised as it is and costs no request, since every running one
+goes back to the queue and is computed anew. An exception in the books (scheduler, blocks, grammars) leaves them
+half-written: the engine is dead, and every later call says why. Ctrl-C is neither: while a step runs on the main thread
+it waits, and KeyboardInterrupt comes when the step is over.
 """
 
 from __future__ import annotations
