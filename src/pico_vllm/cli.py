@@ -1,4 +1,4 @@
-"""The command line: ``pico-vllm generate``, ``chat``, ``batch``, ``verify`` and ``env``.
+"""The command line: ``pico-vllm generate``, ``chat``, ``batch``, ``verify``, ``bench`` and ``env``.
 
 Parses, prints and exits; everything else is ``LLMEngine``'s. Text goes to stdout, progress, statistics and errors to
 stderr, so that output can be piped. Torch is imported only by the commands that need it.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from pico_vllm import __version__
+from pico_vllm.bench.commands import app as bench_app
 from pico_vllm.errors import PicoVLLMError, RequestError
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
 
 class Dtype(StrEnum):

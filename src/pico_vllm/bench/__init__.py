@@ -1,0 +1,1 @@
+"""Measuring engines: workloads, adapters, one clock, records, reports. See docs/benchmarks.md."""

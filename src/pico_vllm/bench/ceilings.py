@@ -1,0 +1,194 @@
+"""What this device does at best: bytes a second copied and read, floating-point operations a second multiplied.
+
+Every fraction in a table of ours is of these, measured on the same machine in the same run. Keys and definitions:
+
+    copy_TBps                   a large buffer to another, bytes read + written
+    read_TBps                   a sum over a large buffer, the fastest of several Triton launches (else torch's sum)
+    read_torch_sum_TBps         torch.sum of the buffer
+    matmul_<n>_<dtype>_TFLOPs   torch.matmul of two n x n matrices of normal numbers, 2 n^3 operations
+
+Each is {"median", "best", "what"}. Called by ``kernels`` and the CLI; knows nothing of either.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from pico_vllm.bench.cuda_timing import events_s
+
+logger = logging.getLogger(__name__)
+
+Metric = dict[str, Any]
+_Timed = Callable[[Callable[[], Any]], list[float]]  # a call → seconds of each run
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_TERA = 1e12
+_GPU_BUFFER_BYTES = 4 << 30
+_QUICK_GPU_BUFFER_BYTES = 1 << 30
+_CPU_BUFFER_BYTES = 256 << 20
+_QUICK_CPU_BUFFER_BYTES = 64 << 20
+#: Of the read kernel: programs a multiprocessor, int64 elements a block, warps.
+_READ_LAUNCHES = tuple((per, block, warps) for per in (4, 8, 16) for block in (1024, 2048, 4096) for warps in (4, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The three numbers that a floor is made of."""
+
+    read_bytes_per_s: float
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+
+
+def measure_ceilings(device: torch.device, *, quick: bool = False) -> dict[str, Metric]:
+    """Measure all ceilings of a device; its memory is free again afterwards.
+
+    Args:
+        device: a GPU (about 5 s and 8 GiB, or a third of what is free) or the CPU (about 2 s and 0.5 GiB).
+        quick: smaller buffers and matrices, fewer runs: good for a test, not for a table.
+    """
+    if device.type != "cuda":
+        return _measure_cpu(quick)
+    with torch.cuda.device(device):
+        try:
+            return _measure_gpu(device, quick)
+        finally:
+            torch.cuda.empty_cache()
+
+
+def ceilings_from(
+    measured: dict[str, Metric],
+    dtype: torch.dtype = torch.bfloat16,
+    statistic: Literal["median", "best"] = "median",
+) -> Ceilings:
+    """What floors are made of, in bytes and operations a second.
+
+    Args:
+        measured: by ``measure_ceilings``.
+        dtype: of the matrices. One that wasn't multiplied gets the fastest rate there is: the floor is too low then.
+        statistic: "best" for a CPU that other processes use too, where a median may be a third of what it can do.
+    """
+    rates = {key: metric[statistic] * _TERA for key, metric in measured.items()}
+    matmuls = {key: rate for key, rate in rates.items() if key.startswith("matmul_")}
+    name = _DTYPE_NAMES.get(dtype, "")
+    same_dtype = [rate for key, rate in matmuls.items() if f"_{name}_" in key]
+    return Ceilings(rates["read_TBps"], rates["copy_TBps"], max(same_dtype or matmuls.values()))
+
+
+# -------------------------------------------------------------------------------------------------------------- CPU
+def _measure_cpu(quick: bool) -> dict[str, Metric]:
+    num_bytes = _QUICK_CPU_BUFFER_BYTES if quick else _CPU_BUFFER_BYTES
+    matrix_size = 512 if quick else 2048
+    budget_s = 0.05 if quick else 0.4
+
+    def timed(call: Callable[[], Any]) -> list[float]:
+        call()
+        samples: list[float] = []
+        while sum(samples) < budget_s and len(samples) < 20:
+            began = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - began)
+        return samples
+
+    x = torch.randint(0, 1 << 40, (num_bytes // 8,))  # int64: the sum that torch's CPU code does fastest
+    read = _rate(num_bytes, timed(x.sum), f"torch.sum of {_mib(num_bytes)} int64")
+    measured = {
+        "copy_TBps": _copy(x, timed),
+        "read_TBps": {**read, "what": f"{read['what']} (no Triton on a CPU)"},
+        "read_torch_sum_TBps": read,
+    }
+    for dtype in (torch.bfloat16, torch.float32):
+        key, metric = _matmul(torch.device("cpu"), dtype, matrix_size, timed)
+        measured[key] = metric
+    return measured
+
+
+# -------------------------------------------------------------------------------------------------------------- GPU
+def _measure_gpu(device: torch.device, quick: bool) -> dict[str, Metric]:
+    wanted = _QUICK_GPU_BUFFER_BYTES if quick else _GPU_BUFFER_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    num_bytes = min(wanted, free // 3) >> 20 << 20
+    runs = 5 if quick else 20
+
+    def timed(call: Callable[[], Any]) -> list[float]:
+        return _time_on_gpu(call, runs)
+
+    measured = _gpu_bandwidths(device, num_bytes, quick, timed)
+    torch.cuda.empty_cache()
+    key, metric = _matmul(device, torch.bfloat16, 4096 if quick else 8192, timed)
+    return {**measured, key: metric}
+
+
+def _gpu_bandwidths(device: torch.device, num_bytes: int, quick: bool, timed: _Timed) -> dict[str, Metric]:
+    # Random numbers: a memory that compresses zeros would be faster on them.
+    x = torch.randn(1 << 19, device=device, dtype=torch.bfloat16).repeat(num_bytes >> 20)
+    size = _mib(num_bytes)
+    copy = _copy(x, timed)
+    torch_sum = _rate(
+        num_bytes, timed(lambda: torch.sum(x, dtype=torch.float32)), f"torch.sum of {size} bf16 in float32"
+    )
+    read = _read(x.view(torch.int64), quick, torch_sum)
+    return {"copy_TBps": copy, "read_TBps": read, "read_torch_sum_TBps": torch_sum}
+
+
+def _read(x: torch.Tensor, quick: bool, torch_sum: Metric) -> Metric:
+    """The fastest launch of the Triton sum; ``torch_sum`` where Triton doesn't compile (no C compiler, an old GPU)."""
+    try:
+        from pico_vllm.bench.read_kernel import partial_sum
+
+        total = int(x.sum())
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        best: tuple[list[float], str] | None = None
+        for per, block, warps in _READ_LAUNCHES[-2:] if quick else _READ_LAUNCHES:
+            partial = torch.empty(per * processors, dtype=torch.int64, device=x.device)
+
+            def call(partial: torch.Tensor = partial, block: int = block, warps: int = warps) -> None:
+                partial_sum(x, partial, block=block, num_warps=warps)
+
+            samples = _time_on_gpu(call, 10)
+            if best is None or statistics.median(samples) < statistics.median(best[0]):
+                best = samples, f"{len(partial)} programs, block {block} x int64, {warps} warps"
+            if int(partial.sum()) != total:
+                raise RuntimeError("the sum is wrong, so not every byte has been read")
+    except Exception as error:  # triton's errors have no common class
+        logger.warning("Triton can't measure the read ceiling (%s); torch.sum stands in", error)
+        return {**torch_sum, "what": f"{torch_sum['what']} (Triton failed: {type(error).__name__})"}
+    assert best is not None
+    return _rate(x.nbytes, best[0], f"Triton sum over {_mib(x.nbytes)}; {best[1]}")
+
+
+def _time_on_gpu(call: Callable[[], Any], runs: int, warmup: int = 3) -> list[float]:
+    """Seconds of each run between two events."""
+    for _ in range(warmup):
+        call()
+    return [events_s([call]) for _ in range(runs)]
+
+
+# ------------------------------------------------------------------------------------------------------------- both
+def _copy(x: torch.Tensor, timed: _Timed) -> Metric:
+    y = torch.empty_like(x)
+    size = _mib(x.nbytes)
+    return _rate(2 * x.nbytes, timed(lambda: y.copy_(x)), f"{size} to {size}, bytes read + written")
+
+
+def _matmul(device: torch.device, dtype: torch.dtype, n: int, timed: _Timed) -> tuple[str, Metric]:
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    metric = _rate(2 * n**3, timed(lambda: a @ b), "torch.matmul, random normal data")
+    return f"matmul_{n}_{_DTYPE_NAMES[dtype]}_TFLOPs", metric
+
+
+def _rate(amount: int, samples_s: list[float], what: str) -> Metric:
+    """Amount a second in units of 10^12, rounded to 4 digits after the point."""
+    median, best = (amount / seconds / _TERA for seconds in (statistics.median(samples_s), min(samples_s)))
+    return {"median": round(median, 4), "best": round(best, 4), "what": what}
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes >> 30} GiB" if num_bytes % (1 << 30) == 0 else f"{num_bytes >> 20} MiB"

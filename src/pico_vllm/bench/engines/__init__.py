@@ -1,0 +1,1 @@
+"""Adapters: one file an engine, all driven by the same dispatcher and the same clock."""

@@ -1,0 +1,100 @@
+"""Pico-vLLM, in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pico_vllm import __version__
+from pico_vllm.bench.engines.engine import EngineInfo, EngineOptions, ScoredOutput, Step, SteppedEngine
+from pico_vllm.config import EngineConfig
+from pico_vllm.engine.core_client import core_in_this_process
+from pico_vllm.engine.llm_engine import LLMEngine
+from pico_vllm.engine.stats import EngineStats
+from pico_vllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pico_vllm.bench.traces import Trace
+    from pico_vllm.bench.workloads import Workload
+
+#: Best tokens whose log-probabilities the correctness gate compares.
+_NUM_LOGPROBS = 20
+
+
+class PicoEngine(SteppedEngine):
+    """An LLMEngine without a tokenizer."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        start = time.perf_counter()
+        defaults = {
+            "model": options.model,
+            "dtype": options.dtype,
+            "device": options.device,
+            "gpu_memory_utilization": options.memory_share,
+            "skip_tokenizer_init": True,
+        }
+        if options.enable_prefix_caching:
+            defaults["enable_prefix_caching"] = True
+        if options.max_num_seqs is not None:
+            defaults["max_num_seqs"] = options.max_num_seqs
+        self.engine = LLMEngine(EngineConfig.from_options(**(defaults | options.extra)))
+        config, runner = self.engine.config, core_in_this_process(self.engine.core).executor.runner
+        settings = {
+            "backend": runner.backend.name,
+            "prefix_caching": config.cache.enable_prefix_caching,
+            "block_size": config.cache.block_size,
+            "num_blocks": self.engine.core.limits.num_blocks,
+            "max_num_seqs": config.scheduler.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+            "max_model_len": self.engine.core.limits.max_model_len,
+            "chunked_prefill": config.scheduler.enable_chunked_prefill,
+            "gpu_memory_utilization": options.memory_share,
+            "extra": options.extra,
+        }
+        start_s = round(time.perf_counter() - start, 2)
+        self.info = EngineInfo("pico-vllm", __version__, "in-process", start_s, settings)
+
+    def why_not(self, workload: Workload) -> str | None:
+        """A request longer than the engine takes."""
+        limit = self.engine.core.limits.max_request_tokens
+        longest = max(n + r.max_tokens for n, r in zip(workload.prompt_lens(), workload.requests, strict=True))
+        return None if longest <= limit else f"{longest} tokens a request, the engine takes {limit}"
+
+    def serve(self, workload: Workload) -> list[Trace]:
+        """Run a workload on the clock, the engine's own statistics set to 0 before."""
+        self.engine.stats = EngineStats()
+        return super().serve(workload)
+
+    def add(self, index: int, prompt_token_ids: Sequence[int], max_tokens: int, temperature: float) -> None:
+        """Queue a request."""
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self.engine.add_request(str(index), list(prompt_token_ids), params)
+
+    def step(self) -> Step:
+        """Run one step."""
+        return [(int(d.request_id), d.new_token_ids, d.finish_reason is not None) for d in self.engine.step()]
+
+    def score(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[ScoredOutput]:
+        """Greedy tokens with log-probabilities, all prompts at once."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=_NUM_LOGPROBS
+        )
+        for index, prompt in enumerate(prompts):
+            self.engine.add_request(str(index), list(prompt), params)
+        scored: dict[int, ScoredOutput] = {}
+        while self.engine.has_unfinished_requests():
+            for delta in self.engine.step():
+                if delta.final is not None:
+                    completion = delta.final.outputs[0]
+                    logprobs = [{i: lp.logprob for i, lp in at.items()} for at in completion.logprobs or []]
+                    scored[int(delta.request_id)] = ScoredOutput(completion.token_ids, logprobs)
+        return [scored[index] for index in range(len(prompts))]
+
+    def host_share(self) -> float | None:
+        """Of the last run."""
+        return self.engine.stats.overhead
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.shutdown()

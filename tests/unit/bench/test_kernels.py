@@ -1,0 +1,165 @@
+"""The run over ops and cases: gate, missing ops, rotation. Times are never looked at."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from pico_vllm.bench import kernels
+from pico_vllm.bench.ceilings import Ceilings
+from pico_vllm.bench.kernel_cases import OPS
+from pico_vllm.bench.kernel_cases.case import KernelOp
+from pico_vllm.bench.kernel_cases.shapes import KernelShapes
+from pico_vllm.bench.kernels import bench_kernels, relative_error
+from pico_vllm.errors import ConfigError
+from pico_vllm.kernels.backend import CPU
+
+DEVICE = torch.device("cpu")
+CEILINGS = Ceilings(read_bytes_per_s=1e10, copy_bytes_per_s=1e10, matmul_flops_per_s=1e11)
+SHAPES = KernelShapes(
+    name="tiny",
+    hidden_size=16,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=24,
+    vocab_size=100,
+    qkv_bias=False,
+    num_tokens=(17,),
+    linear_tokens=(5,),
+    decodes=((3, 33),),
+    prefills=((5, 18),),
+    num_rows=(5,),
+)
+
+
+def run(backend=CPU, only=None, **options):
+    return bench_kernels(backend, DEVICE, torch.float32, SHAPES, only, True, ceilings=CEILINGS, **options)
+
+
+def test_every_op_has_a_time_and_a_baseline():
+    seen = []
+    rows = run(on_row=seen.append)
+    assert seen == rows
+    assert len(rows) == len(OPS) + 4  # five linears
+    for row in rows:
+        assert (row.error, row.missing) == (None, None)
+        assert row.timing is not None and row.timing.mode == "host"
+        assert row.baseline_name is not None and row.baseline_s is not None
+        assert row.fraction == row.floor_s / row.timing.median_s
+        assert row.speedup == row.baseline_s / row.timing.median_s
+        assert (row.shapes, row.backend, row.dtype, row.device) == ("tiny", "cpu", "float32", "cpu")
+
+
+def test_ceilings_are_measured_if_they_are_not_given(monkeypatch):
+    asked = []
+
+    def measure(device, *, quick):
+        asked.append((device, quick))
+        return {key: {"median": 1.0, "best": 2.0} for key in ("read_TBps", "copy_TBps", "matmul_512_fp32_TFLOPs")}
+
+    monkeypatch.setattr(kernels, "measure_ceilings", measure)
+    (row,) = bench_kernels(CPU, DEVICE, torch.float32, SHAPES, ["swiglu"], True)
+    assert asked == [(DEVICE, True)]
+    assert row.floor_s == row.num_bytes / 2e12  # the best: other processes use a CPU too
+
+
+def test_only_the_named_ops_run():
+    assert {row.op for row in run(only=["swiglu", "greedy"])} == {"swiglu", "greedy"}
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="no such op: softmax; there are add_rms_norm, "):
+        run(only=["softmax", "greedy"])
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        (lambda gate_up: CPU.swiglu(gate_up) * 1.01, "relative error 0.01 > 0.0001"),
+        (lambda gate_up: CPU.swiglu(gate_up) * float("nan"), "relative error inf > 0.0001"),
+        (lambda gate_up: CPU.swiglu(gate_up)[:, :-1], "shape (16, 23), not (16, 24)"),
+    ],
+)
+def test_a_wrong_op_gets_no_time_and_costs_no_other_its_row(wrong, error):
+    rows = run(dataclasses.replace(CPU, swiglu=wrong), only=["swiglu", "rms_norm"])
+    by_op = {row.op: row for row in rows}
+    assert by_op["swiglu"].error == error
+    assert (by_op["swiglu"].timing, by_op["swiglu"].fraction, by_op["swiglu"].speedup) == (None, None, None)
+    assert by_op["swiglu"].num_bytes == 17 * 24 * 3 * 4
+    assert by_op["rms_norm"].error is None
+
+
+def test_a_store_that_forgets_the_last_token_is_wrong():
+    def store_kv(key, value, kv_cache, metadata):
+        last = key.shape[0] - 1
+        most = dataclasses.replace(metadata, blocks=metadata.blocks[:last], offsets=metadata.offsets[:last])
+        CPU.store_kv(key[:last], value[:last], kv_cache, most)
+
+    (row,) = run(dataclasses.replace(CPU, store_kv=store_kv), only=["store_kv"])
+    assert row.error == f"{2 * 2 * 8} of {3 * 2 * 2 * 16 * 8} elements differ"  # K and V of 2 heads; 3 blocks
+
+
+def test_a_rank_that_is_off_by_one_is_wrong():
+    def logprobs(*args):
+        chosen, rank, best_ids, best = CPU.logprobs(*args)
+        return chosen, rank + 1, best_ids, best
+
+    (row,) = run(dataclasses.replace(CPU, logprobs=logprobs), only=["logprobs"])
+    assert row.error == "output 1: 4 of 4 elements differ"
+
+
+def test_an_op_that_raises_is_an_error_row():
+    def greedy(logits):
+        raise ValueError("not on this device\nand more")
+
+    (row,) = run(dataclasses.replace(CPU, greedy=greedy), only=["greedy"])
+    assert (row.error, row.timing) == ("ValueError: not on this device", None)
+
+
+def test_an_op_that_the_backend_lacks_is_one_row_with_the_reason():
+    new_op = KernelOp("fused", ("rms_norm", "rotary_embedding_and_store_kv"), OPS[0].cases)
+    without = dataclasses.replace(CPU, greedy=None)
+    (greedy,) = run(without, only=["greedy"])
+    (fused,) = run(ops=[new_op])
+    assert (greedy.case, greedy.missing) == ("all", "backend cpu has no greedy")
+    assert (fused.missing, fused.error) == ("backend cpu has no rotary_embedding_and_store_kv", None)
+
+
+def test_calls_rotate_over_more_memory_than_the_cache_holds(monkeypatch):
+    monkeypatch.setattr(kernels, "cache_bytes", lambda device: 30 << 20)
+    shapes = dataclasses.replace(SHAPES, num_tokens=(128,), intermediate_size=8192)
+    addresses = []
+
+    def swiglu(gate_up):
+        addresses.append(gate_up.data_ptr())
+        return CPU.swiglu(gate_up)
+
+    backend = dataclasses.replace(CPU, swiglu=swiglu)
+    (row,) = bench_kernels(backend, DEVICE, torch.bfloat16, shapes, ["swiglu"], ceilings=CEILINGS)
+    assert row.num_bytes == 128 * 8192 * 3 * 2  # 6 MiB
+    timed = addresses[1:]  # the first is the check
+    num_sets = 15  # * 6 MiB = 3 * 30 MiB
+    assert len(set(timed)) == min(num_sets, len(timed))
+    assert all(timed[i] == timed[i - num_sets] for i in range(num_sets, len(timed)))  # always in the same turn
+    assert row.rotated
+
+
+def test_small_inputs_are_marked_as_cached():
+    (row,) = run(only=["swiglu"])
+    assert not row.rotated
+
+
+@pytest.mark.parametrize(
+    "actual, oracle, error",
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 4.5], [3.0, 4.0], 0.1),  # 0.5 / 5
+        ([0.0], [0.0], 0.0),
+        ([1.0], [0.0], float("inf")),
+        ([float("nan"), 4.0], [3.0, 4.0], float("inf")),
+        ([float("inf"), 4.0], [3.0, 4.0], float("inf")),
+    ],
+)
+def test_relative_error_by_hand(actual, oracle, error):
+    assert relative_error(torch.tensor(actual), torch.tensor(oracle)) == pytest.approx(error)

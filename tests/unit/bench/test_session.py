@@ -1,0 +1,192 @@
+"""A whole session on a tiny model: engines, gate, machine, points, records; and the commands around it."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import tiny_models
+from pico_vllm import cli
+from pico_vllm.bench import calibration, ceilings, session
+from pico_vllm.bench.engines.loading import parse_engine_spec
+from pico_vllm.bench.points import PointOptions, make_points
+from pico_vllm.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("session")
+    tiny_models.save_tiny_model(tiny_models.MODELS["qwen2-gqa6-d64-tied"], directory, dtype=torch.bfloat16)
+    return directory
+
+
+@pytest.fixture
+def quick_machine(monkeypatch):
+    """The machine's own measurements are tested elsewhere."""
+    monkeypatch.setattr(session, "calibrate", lambda device: {"python_loop_ns": [20.0]})
+    measured = {name: {"median": 0.01, "best": 0.01, "what": ""} for name in ("copy_TBps", "read_TBps")}
+    measured["matmul_512_bf16_TFLOPs"] = {"median": 0.1, "best": 0.1, "what": ""}
+    monkeypatch.setattr(session, "measure_ceilings", lambda device: measured)
+    assert ceilings.ceilings_from(measured).read_bytes_per_s == 1e10
+    assert calibration.calibrate is not session.calibrate
+
+
+def options():
+    return PointOptions(
+        tiny_models.VOCAB_SIZE, inputs=(8,), outputs=(4,), concurrencies=(2,), input_len=8, output_len=3
+    )
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_session_writes_the_machine_the_points_and_the_gate(model_dir, tmp_path, quick_machine):
+    specs = [parse_engine_spec(name) for name in ("pico-vllm", "transformers", "vllm")]
+    said = []
+    out = tmp_path / "deep" / "r.jsonl"
+    with session.open_model(str(model_dir), name="tiny", dtype="auto", device="cpu") as model:
+        assert model.dtype == "bfloat16"
+        points = make_points(["c1", "sweep"], options())
+        result = session.run_session(specs, model, points, out=out, num_runs=2, say=said.append)
+    records = read(out)
+    assert records == result.records
+    assert [(r["engine"], r["point"]) for r in records] == [
+        ("calib", "calib"),
+        ("ceilings", "ceilings"),
+        ("pico-vllm", "c1"),
+        ("transformers", "c1"),
+        ("pico-vllm", "sweep"),
+        ("calib", "calib"),
+    ]
+    assert "vllm isn't installed" in result.unavailable["vllm"]
+    ours, theirs = records[2], records[3]
+    assert ours["workload_sha256"] == theirs["workload_sha256"]
+    assert ours["gate"]["num_tokens"] > 512 and ours["model"] == "tiny" and ours["dtype"] == "bfloat16"
+    assert {"start_s", "mode", "settings", "version", "load_memory_gib"} <= set(ours)
+    assert 0 < ours["metrics"]["host_share"]["median"] < 1 and "host_share" not in theirs["metrics"]
+    assert ours["metrics"]["bandwidth_share"]["median"] > 0
+    assert any("transformers: left out of sweep" in line for line in said)
+
+
+def test_wrong_outputs_are_never_timed(model_dir, tmp_path, quick_machine, monkeypatch):
+    from pico_vllm.bench.engines import pico_engine
+
+    class Wrong(pico_engine.PicoEngine):
+        def step(self):
+            return [(i, [(t + 1) % 300 for t in ids], ended) for i, ids, ended in super().step()]
+
+    monkeypatch.setattr(pico_engine, "PicoEngine", Wrong)
+    said = []
+    with session.open_model(str(model_dir), name=None, dtype="float32", device="cpu") as model:
+        points = make_points(["c1"], options())
+        specs = [parse_engine_spec("pico-vllm"), parse_engine_spec("transformers")]
+        result = session.run_session(specs, model, points, out=tmp_path / "r.jsonl", num_runs=1, say=said.append)
+    assert "below the best one" in result.failed_gate["pico-vllm"]
+    assert [r["engine"] for r in result.records if r["point"] == "c1"] == ["transformers"]
+    assert any("pico-vllm: NOT timed, its outputs are wrong" in line for line in said)
+
+
+def test_two_engines_of_one_name_need_labels(model_dir, tmp_path):
+    with session.open_model(str(model_dir), name=None, dtype="auto", device="cpu") as model:
+        specs = [parse_engine_spec("pico-vllm"), parse_engine_spec("pico-vllm")]
+        with pytest.raises(ConfigError, match="different names"):
+            session.run_session(specs, model, [], out=tmp_path / "r.jsonl")
+
+
+def test_a_random_model_is_made_once_and_loads_everywhere(tmp_path, monkeypatch):
+    from pico_vllm.bench import random_model
+
+    monkeypatch.setenv("PICO_VLLM_CACHE", str(tmp_path))
+    small = random_model._QWEN | {
+        "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 300, "max_position_embeddings": 256, "bos_token_id": 0,
+        "eos_token_id": 1,
+    }  # fmt: skip
+    monkeypatch.setitem(random_model.SHAPES, "small", small)
+    with session.open_model("random:small", name=None, dtype="auto", device="cpu") as model:
+        assert model.name == "small shape, random weights"
+        assert (model.dtype, model.config.hidden_size) == ("bfloat16", 128)
+        written = (model.directory / "model.safetensors").stat().st_mtime_ns
+    from safetensors.torch import load_file
+
+    tensors = load_file(model.directory / "model.safetensors")
+    biases = [t for name, t in tensors.items() if name.endswith("bias")]
+    assert len(biases) == 6 and all(t.float().std() > 0.01 for t in biases)
+    norms = [t.float() for name, t in tensors.items() if "norm" in name]
+    assert all(0.9 < t.mean() < 1.1 and t.std() > 0.05 for t in norms)
+    with session.open_model("random:small", name="x", dtype="auto", device="cpu") as model:
+        assert (model.directory / "model.safetensors").stat().st_mtime_ns == written
+    with (
+        pytest.raises(ConfigError, match=r"unknown shape 'tiny'.*qwen2\.5-1\.5b"),
+        session.open_model("random:tiny", name=None, dtype="auto", device="cpu"),
+    ):
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+def command(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["pico-vllm", "bench", *map(str, args)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return caught.value.code or 0
+
+
+def test_run_and_compare(model_dir, tmp_path, quick_machine, monkeypatch, capsys):
+    out = tmp_path / "a.jsonl"
+    small = ("--inputs", "8", "--outputs", "4", "--runs", "1", "--device", "cpu")
+    assert command(monkeypatch, "run", "--model", model_dir, "--out", out, *small, "--tag", "x") == 0
+    assert [r["tag"] for r in read(out)] == ["x"] * 4
+    capsys.readouterr()
+    assert command(monkeypatch, "compare", out, out, "--out", tmp_path / "report") == 0
+    assert (tmp_path / "report" / "report.md").exists() and (tmp_path / "report" / "report.csv").exists()
+    assert "c1" in capsys.readouterr().out
+
+
+def test_a_workload_is_written_and_run(model_dir, tmp_path, quick_machine, monkeypatch, capsys):
+    path = tmp_path / "w.jsonl"
+    arguments = ("--kind", "shared-prefix", "--num", 3, "--prefix-len", 20, "--input-len", 4, "--output-len", 2)
+    assert command(monkeypatch, "workload", "--out", path, *arguments, "--runs", 2, "--model", model_dir) == 0
+    assert "2 runs of 3 requests" in capsys.readouterr().out
+    out = tmp_path / "r.jsonl"
+    run = ("--model", model_dir, "--points", "", "--workload", path, "--out", out, "--device", "cpu")
+    assert command(monkeypatch, "run", *run) == 0
+    (record,) = [r for r in read(out) if r["point"] == "file"]
+    assert (record["workload"], record["requests"], record["input_len"]) == ("shared-prefix", 3, 24)
+    assert len(record["runs"]) == 1
+
+
+def test_prompts_of_a_file_are_tokenised(model_dir, tmp_path, monkeypatch, capsys):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "hello", "max_tokens": 3}\n{"prompt_token_ids": [7, 8, 9]}\n')
+    path = tmp_path / "w.jsonl"
+    arguments = ("--kind", "file", "--prompts", prompts, "--num", 2, "--runs", 1, "--output-len", 5, "--rate", 2)
+    assert command(monkeypatch, "workload", "--out", path, *arguments, "--model", model_dir) == 0
+    lines = sorted(read(path)[1:], key=lambda r: r["max_tokens"])
+    assert [(len(r["prompt_token_ids"]), r["max_tokens"]) for r in lines] == [(5, 3), (3, 5)]
+    assert read(path)[1]["arrival_s"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("run", "--points", "c2", "--out", "x"), "unknown point 'c2'"),
+        (("run", "--engine", "vlm", "--out", "x"), "unknown engine 'vlm'"),
+        (("run", "--inputs", "a,b", "--out", "x"), "must be numbers"),
+        (("run", "--inputs", "0", "--out", "x"), "too small"),
+        (("run", "--engine", "vllm", "--out", "x"), "nothing was measured: vllm: vllm isn't installed"),
+        (("suite", "--preset", "cpux", "--out", "x"), "unknown preset 'cpux'; known: cpu, seed, gpu"),
+        (("workload", "--out", "x", "--kind", "odd"), "unknown --kind 'odd'"),
+        (("workload", "--out", "x", "--input-len", "9-3"), "LOW <= HIGH"),
+        (("workload", "--out", "x", "--kind", "file"), "needs --prompts"),
+        (("workload", "--out", "x", "--rate", "1", "--concurrency", "2"), "exclude each other"),
+        (("compare", "missing.jsonl"), "missing.jsonl"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(model_dir, tmp_path, quick_machine, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] in ("run", "workload"):
+        arguments = (*arguments, "--model", model_dir)
+    assert command(monkeypatch, *arguments) == 1
+    assert said in capsys.readouterr().err
