@@ -26,9 +26,10 @@ from pico_vllm.bench.cuda_timing import events_s
 logger = logging.getLogger(__name__)
 
 Metric = dict[str, Any]
-_Timed = Callable[[Callable[[], Any]], list[float]]  # a call → seconds of each run
+_Call = Callable[[], Any]
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_MATMUL = "torch.matmul, random normal data"
 _TERA = 1e12
 _GPU_BUFFER_BYTES = 4 << 30
 _QUICK_GPU_BUFFER_BYTES = 1 << 30
@@ -51,7 +52,7 @@ def measure_ceilings(device: torch.device, *, quick: bool = False) -> dict[str, 
     """Measure all ceilings of a device; its memory is free again afterwards.
 
     Args:
-        device: a GPU (about 5 s and 8 GiB, or a third of what is free) or the CPU (about 2 s and 0.5 GiB).
+        device: a GPU (about 5 s and 8 GiB, or a third of what is free) or the CPU (about 4 s and 0.5 GiB).
         quick: smaller buffers and matrices, fewer runs: good for a test, not for a table.
     """
     if device.type != "cuda":
@@ -84,58 +85,65 @@ def ceilings_from(
 
 # -------------------------------------------------------------------------------------------------------------- CPU
 def _measure_cpu(quick: bool) -> dict[str, Metric]:
+    """In several rounds over all ceilings: a CPU has other work, and one bad second should not spoil one ceiling."""
     num_bytes = _QUICK_CPU_BUFFER_BYTES if quick else _CPU_BUFFER_BYTES
-    matrix_size = 512 if quick else 2048
-    budget_s = 0.05 if quick else 0.4
-
-    def timed(call: Callable[[], Any]) -> list[float]:
-        call()
-        samples: list[float] = []
-        while sum(samples) < budget_s and len(samples) < 20:
-            began = time.perf_counter()
-            call()
-            samples.append(time.perf_counter() - began)
-        return samples
-
+    rounds, budget_s = (1, 0.05) if quick else (4, 0.2)
     x = torch.randint(0, 1 << 40, (num_bytes // 8,))  # int64: the sum that torch's CPU code does fastest
-    read = _rate(num_bytes, timed(x.sum), f"torch.sum of {_mib(num_bytes)} int64")
-    measured = {
-        "copy_TBps": _copy(x, timed),
-        "read_TBps": {**read, "what": f"{read['what']} (no Triton on a CPU)"},
-        "read_torch_sum_TBps": read,
+    y = torch.empty_like(x)
+    size = _size(num_bytes)
+    of_int64 = f"torch.sum of {size} int64"
+    jobs = {  # key: (amount, what, call)
+        "copy_TBps": (2 * num_bytes, f"{size} to {size}, bytes read + written", lambda: y.copy_(x)),
+        "read_torch_sum_TBps": (num_bytes, of_int64, x.sum),
     }
+    n = 512 if quick else 2048
     for dtype in (torch.bfloat16, torch.float32):
-        key, metric = _matmul(torch.device("cpu"), dtype, matrix_size, timed)
-        measured[key] = metric
+        jobs[_matmul_key(n, dtype)] = (2 * n**3, _MATMUL, _matmul(torch.device("cpu"), dtype, n))
+    samples: dict[str, list[float]] = {key: [] for key in jobs}
+    for _ in range(rounds):
+        for key, (_, _, call) in jobs.items():
+            samples[key] += _time_on_cpu(call, budget_s)
+    measured = {key: _rate(amount, samples[key], what) for key, (amount, what, _) in jobs.items()}
+    measured["read_TBps"] = {**measured["read_torch_sum_TBps"], "what": f"{of_int64} (no Triton on a CPU)"}
     return measured
+
+
+def _time_on_cpu(call: _Call, budget_s: float) -> list[float]:
+    """Seconds of each run."""
+    call()
+    samples: list[float] = []
+    while sum(samples) < budget_s and len(samples) < 20:
+        began = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - began)
+    return samples
 
 
 # -------------------------------------------------------------------------------------------------------------- GPU
 def _measure_gpu(device: torch.device, quick: bool) -> dict[str, Metric]:
     wanted = _QUICK_GPU_BUFFER_BYTES if quick else _GPU_BUFFER_BYTES
     free, _ = torch.cuda.mem_get_info(device)
-    num_bytes = min(wanted, free // 3) >> 20 << 20
     runs = 5 if quick else 20
-
-    def timed(call: Callable[[], Any]) -> list[float]:
-        return _time_on_gpu(call, runs)
-
-    measured = _gpu_bandwidths(device, num_bytes, quick, timed)
+    measured = _gpu_bandwidths(device, min(wanted, free // 3) >> 20 << 20, quick, runs)
     torch.cuda.empty_cache()
-    key, metric = _matmul(device, torch.bfloat16, 4096 if quick else 8192, timed)
-    return {**measured, key: metric}
+    n = 4096 if quick else 8192
+    samples = _time_on_gpu(_matmul(device, torch.bfloat16, n), runs)
+    return {**measured, _matmul_key(n, torch.bfloat16): _rate(2 * n**3, samples, _MATMUL)}
 
 
-def _gpu_bandwidths(device: torch.device, num_bytes: int, quick: bool, timed: _Timed) -> dict[str, Metric]:
+def _gpu_bandwidths(device: torch.device, num_bytes: int, quick: bool, runs: int) -> dict[str, Metric]:
     # Random numbers: a memory that compresses zeros would be faster on them.
     x = torch.randn(1 << 19, device=device, dtype=torch.bfloat16).repeat(num_bytes >> 20)
-    size = _mib(num_bytes)
-    copy = _copy(x, timed)
-    torch_sum = _rate(
-        num_bytes, timed(lambda: torch.sum(x, dtype=torch.float32)), f"torch.sum of {size} bf16 in float32"
-    )
-    read = _read(x.view(torch.int64), quick, torch_sum)
-    return {"copy_TBps": copy, "read_TBps": read, "read_torch_sum_TBps": torch_sum}
+    y = torch.empty_like(x)
+    size = _size(num_bytes)
+    copied = _time_on_gpu(lambda: y.copy_(x), runs)
+    summed = _time_on_gpu(lambda: torch.sum(x, dtype=torch.float32), runs)
+    torch_sum = _rate(num_bytes, summed, f"torch.sum of {size} bf16 in float32")
+    return {
+        "copy_TBps": _rate(2 * num_bytes, copied, f"{size} to {size}, bytes read + written"),
+        "read_TBps": _read(x.view(torch.int64), quick, torch_sum),
+        "read_torch_sum_TBps": torch_sum,
+    }
 
 
 def _read(x: torch.Tensor, quick: bool, torch_sum: Metric) -> Metric:
@@ -161,10 +169,10 @@ def _read(x: torch.Tensor, quick: bool, torch_sum: Metric) -> Metric:
         logger.warning("Triton can't measure the read ceiling (%s); torch.sum stands in", error)
         return {**torch_sum, "what": f"{torch_sum['what']} (Triton failed: {type(error).__name__})"}
     assert best is not None
-    return _rate(x.nbytes, best[0], f"Triton sum over {_mib(x.nbytes)}; {best[1]}")
+    return _rate(x.nbytes, best[0], f"Triton sum over {_size(x.nbytes)}; {best[1]}")
 
 
-def _time_on_gpu(call: Callable[[], Any], runs: int, warmup: int = 3) -> list[float]:
+def _time_on_gpu(call: _Call, runs: int, warmup: int = 3) -> list[float]:
     """Seconds of each run between two events."""
     for _ in range(warmup):
         call()
@@ -172,16 +180,13 @@ def _time_on_gpu(call: Callable[[], Any], runs: int, warmup: int = 3) -> list[fl
 
 
 # ------------------------------------------------------------------------------------------------------------- both
-def _copy(x: torch.Tensor, timed: _Timed) -> Metric:
-    y = torch.empty_like(x)
-    size = _mib(x.nbytes)
-    return _rate(2 * x.nbytes, timed(lambda: y.copy_(x)), f"{size} to {size}, bytes read + written")
-
-
-def _matmul(device: torch.device, dtype: torch.dtype, n: int, timed: _Timed) -> tuple[str, Metric]:
+def _matmul(device: torch.device, dtype: torch.dtype, n: int) -> _Call:
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    metric = _rate(2 * n**3, timed(lambda: a @ b), "torch.matmul, random normal data")
-    return f"matmul_{n}_{_DTYPE_NAMES[dtype]}_TFLOPs", metric
+    return lambda: a @ b
+
+
+def _matmul_key(n: int, dtype: torch.dtype) -> str:
+    return f"matmul_{n}_{_DTYPE_NAMES[dtype]}_TFLOPs"
 
 
 def _rate(amount: int, samples_s: list[float], what: str) -> Metric:
@@ -190,5 +195,5 @@ def _rate(amount: int, samples_s: list[float], what: str) -> Metric:
     return {"median": round(median, 4), "best": round(best, 4), "what": what}
 
 
-def _mib(num_bytes: int) -> str:
+def _size(num_bytes: int) -> str:
     return f"{num_bytes >> 30} GiB" if num_bytes % (1 << 30) == 0 else f"{num_bytes >> 20} MiB"

@@ -167,7 +167,7 @@ def compare(
     from pico_vllm.bench.compare import render
     from pico_vllm.bench.report import load_records
 
-    records = load_records(files)
+    records = {str(path): load_records([path]) for path in files}
     Console().print(render(compare_records(records)))
     if out is not None:
         _write_reports(files, out)
@@ -321,7 +321,7 @@ def _write_reports(files: Sequence[Path], out: Path) -> None:
     from pico_vllm.bench.plots import plot_all
     from pico_vllm.bench.report import load_records, to_csv, to_markdown
 
-    records = load_records(files)
+    records = {str(path): load_records([path]) for path in files}
     out.mkdir(parents=True, exist_ok=True)
     markdown = to_markdown(records)
     (out / "report.md").write_text(markdown)

@@ -47,7 +47,10 @@ class KernelRow:
 
     @property
     def fraction(self) -> float | None:
-        """Floor over median: 1 is as fast as the device can be."""
+        """Floor over median: 1 is as fast as the device can be.
+
+        More than 1 is for inputs that stay in the cache, or for a ceiling that was measured while the host was busy.
+        """
         return None if self.timing is None else self.floor_s / self.timing.median_s
 
     @property

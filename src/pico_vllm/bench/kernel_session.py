@@ -63,6 +63,6 @@ def run_kernels(
     if out is not None:
         writer = RecordWriter(out, model=f"{shape} shape", dtype=dtype, device=device, tag=tag)
         for row in rows:
-            writer.write(**row.to_dict())
+            writer.write(**{k: v for k, v in row.to_dict().items() if k not in ("device", "dtype")})
         writer.close()
     return rows

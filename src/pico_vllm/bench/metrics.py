@@ -17,21 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pico_vllm.bench.results import higher_is_better
 from pico_vllm.bench.traces import Trace
 
-#: Metrics where more is better; of all others less is.
-HIGHER_IS_BETTER = frozenset(
-    {
-        "out_tok_s",
-        "total_tok_s",
-        "req_s",
-        "decode_tok_s",
-        "goodput_req_s",
-        "goodput_share",
-        "bandwidth_share",
-        "flops_share",
-    }
-)
 #: Numbers of a run that describe it and are not folded over runs.
 _NOT_METRICS = ("out_tokens", "raw")
 
@@ -139,7 +127,7 @@ def fold(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         if name in _NOT_METRICS or not values:
             continue
         median = statistics.median(values)
-        best = max(values) if name in HIGHER_IS_BETTER else min(values)
+        best = max(values) if higher_is_better(name) else min(values)
         spread = (max(values) - min(values)) / median if median else 0.0
         folded[name] = {"median": round(median, 6), "best": best, "spread": round(spread, 4)}
     return folded

@@ -318,7 +318,7 @@ def _cases(data: Data, point: str) -> list[Case]:
 
 
 def _usual_cases(data: Data, point: str, *, by: str) -> list[Case]:
-    """Cases that differ in one property only, which makes a curve: those with most records, then the longest answers."""
+    """Cases that differ in one property only, a curve: those with most records, then the longest answers."""
     groups: dict[Case, list[Case]] = defaultdict(list)
     for run in data.runs:
         for case in run.by_case(point):

@@ -16,13 +16,13 @@ MEASURED = {
 
 def test_a_cpu_has_every_ceiling():
     measured = measure_ceilings(torch.device("cpu"), quick=True)
-    assert list(measured) == [
+    assert set(measured) == {
         "copy_TBps",
         "read_TBps",
         "read_torch_sum_TBps",
         "matmul_512_bf16_TFLOPs",
         "matmul_512_fp32_TFLOPs",
-    ]
+    }
     for metric in measured.values():
         assert set(metric) == {"median", "best", "what"}
         assert 0 < metric["median"] <= metric["best"]

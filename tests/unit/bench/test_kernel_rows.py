@@ -1,5 +1,6 @@
 """Rows as records and as tables."""
 
+import io
 import json
 
 from rich.console import Console
@@ -66,7 +67,7 @@ def test_markdown_has_a_line_a_row():
 
 
 def test_the_terminal_table_shows_brackets_as_they_are():
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(kernel_table([GOOD, WRONG, MISSING]))
     text = console.export_text()
     assert "[5] x 100" in text
