@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from pico_vllm import __version__
 from pico_vllm.bench.engines.engine import EngineInfo, EngineOptions, ScoredOutput, Step, SteppedEngine
 from pico_vllm.config import EngineConfig
@@ -22,6 +24,14 @@ if TYPE_CHECKING:
 _NUM_LOGPROBS = 20
 
 
+def _memory_share_with_others(options: EngineOptions) -> float:
+    """Our option counts everything in use on the GPU, so what other engines of this session hold is added to ours."""
+    if not options.device.startswith("cuda"):
+        return options.memory_share
+    free, total = torch.cuda.mem_get_info(options.device)
+    return min(0.95, options.memory_share + 1 - free / total)
+
+
 class PicoEngine(SteppedEngine):
     """An LLMEngine without a tokenizer."""
 
@@ -31,7 +41,7 @@ class PicoEngine(SteppedEngine):
             "model": options.model,
             "dtype": options.dtype,
             "device": options.device,
-            "gpu_memory_utilization": options.memory_share,
+            "gpu_memory_utilization": _memory_share_with_others(options),
             "skip_tokenizer_init": True,
         }
         if options.enable_prefix_caching:
