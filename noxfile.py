@@ -280,6 +280,7 @@ def multigpu(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=GPU_REQUIRES, default=False)
 def bench(session: nox.Session) -> None:
-    """Kernel timings (pytest-benchmark) on one GPU."""
+    """Every point of the committed GPU records, into a folder that must not exist yet: nox -s bench -- FOLDER."""
     require_gpus(session, 1)
-    run_pytest(session, "tests/gpu", "--benchmark-only", env={"PICO_ALLOW_NO_TESTS": "1"})
+    folder = session.posargs[0] if session.posargs else "bench-results"
+    run_python(session, "-m", "pico_vllm", "bench", "suite", "--preset", "gpu", "--out", folder)

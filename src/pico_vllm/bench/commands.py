@@ -151,7 +151,7 @@ def suite(
             from pico_vllm.bench.kernel_session import run_kernels
 
             run_kernels(plan.kernel_shape, bench_model.device, dtype=bench_model.dtype, out=path, tag=tag)
-    _write_reports([path], out)
+    print(_write_reports([path], out))
     _end(*results)
 
 
@@ -317,7 +317,8 @@ def _require_plots() -> None:
     require_matplotlib()
 
 
-def _write_reports(files: Sequence[Path], out: Path) -> None:
+def _write_reports(files: Sequence[Path], out: Path) -> str:
+    """Write CSV, Markdown and plots; returns the Markdown."""
     from pico_vllm.bench.plots import plot_all
     from pico_vllm.bench.report import load_records, to_csv, to_markdown
 
@@ -327,8 +328,8 @@ def _write_reports(files: Sequence[Path], out: Path) -> None:
     (out / "report.md").write_text(markdown)
     (out / "report.csv").write_text(to_csv(records))
     plots = plot_all(records, out)
-    print(markdown)
-    print(f"\n{out}: report.md, report.csv, {', '.join(path.name for path in plots)}", file=sys.stderr)
+    print(f"{out}: report.md, report.csv, {', '.join(path.name for path in plots)}", file=sys.stderr)
+    return markdown
 
 
 def _end(*results: SessionResult) -> None:

@@ -30,6 +30,7 @@ from pico_vllm.bench.runner import Contestant, Measuring, Say, run_points
 from pico_vllm.bench.work import model_work
 from pico_vllm.config import ModelConfig, cache_dir
 from pico_vllm.errors import ConfigError
+from pico_vllm.models import default_model
 from pico_vllm.models.source import find_model
 from pico_vllm.oracle.generation_check import GenerationOracle
 from pico_vllm.worker.model_runner import resolve_device
@@ -86,6 +87,8 @@ def open_model(model: str | None, *, name: str | None, dtype: str, device: str) 
         shape = model.removeprefix(_RANDOM)
         name = name or f"{shape} shape, random weights"
         model = str(_random_checkpoint(shape, on))
+    if model is None:
+        name = name or default_model.MODEL_NAME
     source = find_model(model)
     config = source.model_config()
     with source.hf_directory() as directory:

