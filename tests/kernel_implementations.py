@@ -6,6 +6,7 @@ run in fp64 on the very numbers (rounded to the tested dtype) that the implement
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -27,6 +28,11 @@ from pico_vllm.kernels import (
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Triton kernels run interpreted (on CPU tensors) or compiled (on a GPU); without either they aren't listed.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RUNS_TRITON = IS_INTERPRETED or TRITON_DEVICE == "cuda"
 
 
 @dataclass(frozen=True, slots=True)
