@@ -7,15 +7,24 @@ import pytest
 import torch
 
 from kernel_cases import Heads, Step, build_paged_case, random_tensor
-from kernel_implementations import IMPLEMENTATIONS, TOLERANCES, AttentionOps, all_tested_callables, assert_bitwise
+from kernel_implementations import (
+    IMPLEMENTATIONS,
+    TOLERANCES,
+    TRITON_MODULES,
+    AttentionOps,
+    all_tested_callables,
+    assert_bitwise,
+)
 from pico_vllm.kernels import (
     attention,
+    block_copy,
     embedding,
     linear,
     logits_processing,
     philox,
     rms_norm,
     rotary_embedding,
+    rotary_embedding_and_store_kv,
     sampling,
     swiglu,
 )
@@ -23,7 +32,20 @@ from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend, recording
 
 OPS = [field.name for field in dataclasses.fields(KernelBackend) if field.name != "name"]
 BACKENDS = {"reference": REFERENCE, "cpu": CPU}
-MODULES = (attention, embedding, linear, logits_processing, philox, rms_norm, rotary_embedding, sampling, swiglu)
+MODULES = (
+    attention,
+    block_copy,
+    embedding,
+    linear,
+    logits_processing,
+    philox,
+    rms_norm,
+    rotary_embedding,
+    rotary_embedding_and_store_kv,
+    sampling,
+    swiglu,
+    *TRITON_MODULES,
+)
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 
 
@@ -39,12 +61,12 @@ def run_every_op(backend: KernelBackend) -> dict[str, torch.Tensor]:
     out["rms_norm"] = backend.rms_norm(out["embedding"], weight, 1e-5)
     packed = backend.pack_linear(random_tensor(6, 16, dtype=torch.float32, seed=2), None)
     out["linear"] = backend.linear(out["rms_norm"], packed)
-    out["rotated"] = qkv.query.clone()
-    backend.rotary_embedding(out["rotated"], random_tensor(5, 8, dtype=torch.float32, seed=3))
     metadata = backend.prepare_attention(case.inputs, heads.cache_shape)
-    backend.store_kv(qkv.key, qkv.value, cache, metadata)
-    out["cache"] = cache
-    out["attended"] = backend.paged_attention(qkv.query, cache, metadata, case.scale)
+    qkv_heads = qkv.qkv.clone().view(5, 4, 8)
+    cos_sin = random_tensor(5, 8, dtype=torch.float32, seed=3)
+    backend.rotary_embedding_and_store_kv(qkv_heads, cos_sin, cache, metadata, 2)
+    out["rotated"], out["cache"] = qkv_heads[:, :2], cache
+    out["attended"] = backend.paged_attention(out["rotated"], cache, metadata, case.scale)
     out["normed"], out["residual"] = backend.add_rms_norm(out["rms_norm"], table[:3].clone(), weight, 1e-5)
     out["swiglu"] = backend.swiglu(out["linear"])
     out["greedy"] = backend.greedy(out["linear"])
@@ -59,13 +81,18 @@ def run_every_op(backend: KernelBackend) -> dict[str, torch.Tensor]:
     backend.apply_bitmask(out["masked"], torch.tensor([[0b101101], [0b11], [-1]], dtype=torch.int32))
     names = ("chosen", "rank", "best_ids", "best")
     out |= zip(names, backend.logprobs(out["linear"], out["greedy"], 2), strict=True)
+    caches, ids = [cache.clone(), -cache], torch.tensor([5, 1])
+    backend.copy_blocks(caches, ids[:1], ids[1:])
+    out["blocks"] = backend.gather_blocks(caches, ids)
+    backend.scatter_blocks(2 * out["blocks"], caches, ids.flip(0))
+    out["scattered"] = torch.stack(caches)
     return out
 
 
 CALLS_OF_EVERY_OP = [
-    "embedding", "rms_norm", "pack_linear", "linear", "rotary_embedding", "prepare_attention", "store_kv",
+    "embedding", "rms_norm", "pack_linear", "linear", "prepare_attention", "rotary_embedding_and_store_kv",
     "paged_attention", "add_rms_norm", "swiglu", "greedy", "uniform", "sample", "apply_penalties", "apply_bitmask",
-    "logprobs",
+    "logprobs", "copy_blocks", "gather_blocks", "scatter_blocks",
 ]  # fmt: skip
 
 
@@ -100,10 +127,10 @@ def test_tap_gets_the_very_arguments_and_the_very_result():
 def test_tap_is_called_after_an_op_that_writes_in_place():
     seen = []
     backend = recording(CPU, lambda name, args, result: seen.append((args[0].clone(), result)))
-    heads = torch.tensor([[[1.0, 2.0]]])
-    backend.rotary_embedding(heads, torch.tensor([[0.0, 1.0]]))
-    ((rotated, result),) = seen
-    assert rotated.tolist() == [[[-2.0, 1.0]]]
+    logits = torch.zeros(1, 3)
+    backend.apply_bitmask(logits, torch.tensor([[0b101]], dtype=torch.int32))
+    ((masked, result),) = seen
+    assert masked.tolist() == [[0.0, float("-inf"), 0.0]]
     assert result is None
 
 
@@ -143,9 +170,9 @@ def test_every_field_is_bound_to_a_function(backend):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_reference_and_cpu_take_the_same_arguments(op):
-    names = [list(inspect.signature(getattr(backend, op)).parameters) for backend in (REFERENCE, CPU)]
-    assert names[0] == names[1]
+def test_all_backends_take_the_same_arguments(op):
+    names = [list(inspect.signature(getattr(backend, op)).parameters) for backend in BACKENDS.values()]
+    assert all(of_backend == names[0] for of_backend in names)
 
 
 @each_backend

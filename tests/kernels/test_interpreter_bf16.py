@@ -11,7 +11,6 @@ if not RUNS_TRITON:
 import triton
 import triton.language as tl
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows and NaNs that we ask for
 SIZE = 1 << 12
 BF16 = torch.bfloat16
 

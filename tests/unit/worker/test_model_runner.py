@@ -131,7 +131,7 @@ def test_a_recording_backend_sees_every_op_of_a_step_and_changes_nothing(checkpo
     llm.engine.add_request("r", PROMPTS[0], greedy(1))
     (delta,) = llm.engine.step()
     assert list(delta.new_token_ids) == expected[0][:1]
-    layer = ["linear", "rotary_embedding", "store_kv", "paged_attention", "linear", "add_rms_norm"]
+    layer = ["linear", "rotary_embedding_and_store_kv", "paged_attention", "linear", "add_rms_norm"]
     layer += ["linear", "swiglu", "linear", "add_rms_norm"]
     assert seen == ["prepare_attention", "embedding", "rms_norm", *layer * 3, "linear", "greedy"]
 
