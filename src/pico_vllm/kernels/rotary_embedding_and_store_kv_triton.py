@@ -84,10 +84,12 @@ def _rotary_embedding_and_store_kv_kernel(
     tl.store(first_ptrs + HALF, rotated_b, mask=mask & is_query)
 
     if slot >= 0:
-        kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
+        # Index 1 of the cache: 0 = K, 1 = V. Products instead of tl.where: through them the 16-byte alignment is seen.
+        kv = is_value.to(tl.int32)
+        kv_head = head - NUM_HEADS - kv * NUM_KV_HEADS
         cache_row_ptr = kv_cache_ptr + slot // CACHE_BLOCK_SIZE * cache_block_stride
         cache_row_ptr += slot % CACHE_BLOCK_SIZE * cache_slot_stride
-        cache_ptrs = cache_row_ptr + tl.where(is_value, cache_kv_stride, 0) + kv_head * cache_head_stride + column
+        cache_ptrs = cache_row_ptr + kv * cache_kv_stride + kv_head * cache_head_stride + column
         is_stored = mask & (head >= NUM_HEADS)
         tl.store(cache_ptrs, tl.where(is_value, first, rotated_a), mask=is_stored)
         tl.store(cache_ptrs + HALF, tl.where(is_value, second, rotated_b), mask=is_stored)
@@ -150,4 +152,5 @@ def rotary_embedding_and_store_kv_triton(
         CACHE_BLOCK_SIZE=kv_cache.shape[3],
         HAS_QK_NORM=qk_norm is not None,
         num_warps=min(max(2 * heads_block * half_block // _ELEMENTS_A_WARP, 1), 8),
+        enable_fp_fusion=False,  # a fused multiply-add would leave the rounding of the product out
     )
