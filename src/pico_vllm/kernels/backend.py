@@ -6,6 +6,7 @@ Layers and the sampler call ``backend.<op>(...)`` and nothing else, so that
 - ``recording(backend, tap)`` sees every call with its arguments and result: the oracle's taps are a backend, not hooks.
 
 ``REFERENCE`` is naive and the only oracle; ``CPU`` is vectorised torch, tested against it, and runs on any device.
+``TRITON``, for GPUs, is in ``triton_backend``: this module doesn't import triton.
 """
 
 from __future__ import annotations
