@@ -48,6 +48,7 @@ class Implementation:
         device: where its tensors must be.
         dtypes: the ones it is tested in.
         equals_hf_bitwise: it makes the roundings of transformers' CPU code, all of them.
+        is_slow: milliseconds a row (interpreted): tests that draw a thousand tokens draw fewer.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Implementation:
     device: str = "cpu"
     dtypes: tuple[torch.dtype, ...] = FLOATS
     equals_hf_bitwise: bool = False
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +151,32 @@ TRITON_MODULES: list[ModuleType] = []
 if RUNS_TRITON:
     from pico_vllm.kernels import (
         block_copy_triton,
+        greedy_triton,
+        logits_processing_triton,
+        philox_triton,
         rms_norm_triton,
         rotary_embedding_and_store_kv_triton,
+        sampling_triton,
         swiglu_triton,
     )
 
-    TRITON_MODULES += [block_copy_triton, rms_norm_triton, rotary_embedding_and_store_kv_triton, swiglu_triton]
+    TRITON_MODULES += [block_copy_triton, greedy_triton, logits_processing_triton, philox_triton, rms_norm_triton]
+    TRITON_MODULES += [rotary_embedding_and_store_kv_triton, sampling_triton, swiglu_triton]
     for name, function in {
         "rms_norm": rms_norm_triton.rms_norm_triton,
         "add_rms_norm": rms_norm_triton.add_rms_norm_triton,
         "rotary_embedding_and_store_kv": rotary_embedding_and_store_kv_triton.rotary_embedding_and_store_kv_triton,
         "swiglu": swiglu_triton.swiglu_triton,
+        "greedy": greedy_triton.greedy_triton,
+        "sample": sampling_triton.sample_triton,
+        "uniform": philox_triton.uniform_triton,
+        "apply_penalties": logits_processing_triton.apply_penalties_triton,
+        "apply_bitmask": logits_processing_triton.apply_bitmask_triton,
         "copy_blocks": block_copy_triton.copy_blocks_triton,
         "gather_blocks": block_copy_triton.gather_blocks_triton,
         "scatter_blocks": block_copy_triton.scatter_blocks_triton,
     }.items():
-        IMPLEMENTATIONS[name] += (Implementation("triton", function, TRITON_DEVICE),)
+        IMPLEMENTATIONS[name] += (Implementation("triton", function, TRITON_DEVICE, is_slow=IS_INTERPRETED),)
 
 
 def each_implementation(op: str, *, equal_to_hf: bool = False) -> pytest.MarkDecorator:
