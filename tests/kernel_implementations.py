@@ -176,7 +176,10 @@ if RUNS_TRITON:
         "gather_blocks": block_copy_triton.gather_blocks_triton,
         "scatter_blocks": block_copy_triton.scatter_blocks_triton,
     }.items():
-        IMPLEMENTATIONS[name] += (Implementation("triton", function, TRITON_DEVICE, is_slow=IS_INTERPRETED),)
+        equals_hf = name == "apply_penalties"
+        IMPLEMENTATIONS[name] += (
+            Implementation("triton", function, TRITON_DEVICE, equals_hf_bitwise=equals_hf, is_slow=IS_INTERPRETED),
+        )
 
 
 def each_implementation(op: str, *, equal_to_hf: bool = False) -> pytest.MarkDecorator:
