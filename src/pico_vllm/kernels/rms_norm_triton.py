@@ -83,7 +83,7 @@ def _add_rms_norm_kernel(
 @triton.jit
 def _normalise(x, weight, eps, HIDDEN: tl.constexpr):
     """Rows of x [ROWS, BLOCK] fp32, 0 past HIDDEN → the same shape in weight's dtype."""
-    mean_square = tl.sum(x * x, axis=1) / HIDDEN
+    mean_square = tl.sum(x * x, axis=1) * (1.0 / HIDDEN)  # a GPU divides fp32 to 2 units in the last place only
     inverse_rms = tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
     normalised = (x * inverse_rms[:, None]).to(weight.dtype)
     return (normalised.to(tl.float32) * weight.to(tl.float32)[None, :]).to(weight.dtype)

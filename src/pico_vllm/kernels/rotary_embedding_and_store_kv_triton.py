@@ -99,7 +99,7 @@ def _rotary_embedding_and_store_kv_kernel(
 def _normalise_heads(a, b, q_weight_ptr, k_weight_ptr, eps, is_query, column, HALF: tl.constexpr):
     """Both halves of every head, normalised over the whole head; value heads too, whose result nobody uses."""
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    mean_square = (tl.sum(wide_a * wide_a, axis=1) + tl.sum(wide_b * wide_b, axis=1)) / (2 * HALF)
+    mean_square = (tl.sum(wide_a * wide_a, axis=1) + tl.sum(wide_b * wide_b, axis=1)) * (0.5 / HALF)
     inverse_rms = tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))[:, None]
     q_a = tl.load(q_weight_ptr + column, mask=column < HALF, other=0.0)
     q_b = tl.load(q_weight_ptr + HALF + column, mask=column < HALF, other=0.0)
