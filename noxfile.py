@@ -61,7 +61,7 @@ REQUIRES: list[str] = [] if USE_CURRENT_PYTHON else ["dev"]
 GPU_REQUIRES = REQUIRES if NUM_GPUS else []  # nothing is installed in order to skip
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["env", "lint", "unit", "kernels", "multiprocess", "model", "packaging"]
+nox.options.sessions = ["env", "lint", "unit", "kernels", "compile", "multiprocess", "model", "packaging"]
 
 
 # The shared environment
@@ -161,6 +161,14 @@ def kernels(session: nox.Session) -> None:
         run_pytest(session, "tests/kernels", "-m", "not slow")
     else:
         run_pytest(session, "tests/kernels", "-m", "not slow", num_workers=2, env={"TRITON_INTERPRET": "1"})
+
+
+@nox.session(name="compile", venv_backend="none", requires=REQUIRES)
+def compile_kernels(session: nox.Session) -> None:
+    """Every kernel compiled for every architecture, no GPU needed: errors, shared memory, spilled registers."""
+    if not has_module("triton"):
+        session.skip("triton isn't installed in the Python in use")
+    run_python(session, "tests/compile_kernels.py", *session.posargs, env={"TRITON_INTERPRET": "0"})
 
 
 @nox.session(venv_backend="none", requires=REQUIRES)

@@ -20,14 +20,13 @@ from pico_vllm.kernels.backend import REFERENCE, KernelBackend
 from pico_vllm.oracle.report import render
 from pico_vllm.oracle.verify import Verification, verify
 
-#: What store_kv and paged_attention read was made by prepare_attention of the same backend: these go together.
+#: What the other two read was made by prepare_attention of the same backend: the three go together.
 SWAPS = [
     ("embedding",),
     ("linear",),
     ("rms_norm",),
     ("add_rms_norm",),
-    ("rotary_embedding",),
-    ("prepare_attention", "store_kv", "paged_attention"),
+    ("prepare_attention", "rotary_embedding_and_store_kv", "paged_attention"),
     ("swiglu",),
 ]
 
@@ -90,7 +89,7 @@ def main() -> None:
         print("\nthe faulty engine with one op swapped for its reference:")
         for ops in SWAPS:
             swapped = dataclasses.replace(wrong, **{op: getattr(REFERENCE, op) for op in ops})
-            print(f"  {' + '.join(ops):<50} {verdict(check(swapped))}")
+            print(f"  {' + '.join(ops):<70} {verdict(check(swapped))}")
 
 
 if __name__ == "__main__":

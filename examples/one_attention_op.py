@@ -51,9 +51,11 @@ def attend(
             kv_cache[block, 0, :, offset], kv_cache[block, 1, :, offset] = keys[s][p], values[s][p]
     new_keys = torch.cat([keys[s][-QUERY_LENS[s] :] for s in (0, 1)])  # [num_tokens, num_kv_heads, head_dim]
     new_values = torch.cat([values[s][-QUERY_LENS[s] :] for s in (0, 1)])
+    heads = torch.cat((query, new_keys, new_values), dim=1)  # what a fused projection gives
+    no_turn = torch.cat((torch.ones(len(query), HEAD_DIM // 2), torch.zeros(len(query), HEAD_DIM // 2)), dim=1)
     metadata = backend.prepare_attention(step_inputs(), KVCacheShape(NUM_KV_HEADS, BLOCK_SIZE))
-    backend.store_kv(new_keys, new_values, kv_cache, metadata)
-    out: torch.Tensor = backend.paged_attention(query, kv_cache, metadata, SCALE)
+    backend.rotary_embedding_and_store_kv(heads, no_turn, kv_cache, metadata, NUM_HEADS)
+    out: torch.Tensor = backend.paged_attention(heads[:, :NUM_HEADS], kv_cache, metadata, SCALE)
     return out
 
 

@@ -1,4 +1,5 @@
 """What holds for every test: when a skip is a failure, one thread a worker, and the same hypothesis examples in CI.
+Where Triton's kernels are interpreted, bf16 is made exact first.
 
 PICO_REQUIRE_GPU=1 (set on GPU runners) and PICO_REQUIRE_MODEL=1 (set in CI) say: here these tests must run. A test
 marked gpu, multigpu or model that skips itself then fails, with the reason it gave.
@@ -24,6 +25,11 @@ REQUIRED_BY = {"gpu": "PICO_REQUIRE_GPU", "multigpu": "PICO_REQUIRE_GPU", "model
 # No deadline: the first example of a test may compile a kernel. In CI the examples are the same in every run.
 hypothesis.settings.register_profile("pico", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 hypothesis.settings.load_profile("pico")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreter_bf16 import make_bf16_exact
+
+    make_bf16_exact()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

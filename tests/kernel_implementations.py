@@ -6,9 +6,11 @@ run in fp64 on the very numbers (rounded to the tested dtype) that the implement
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,17 +18,24 @@ import torch
 
 from pico_vllm.kernels import (
     attention,
+    block_copy,
     embedding,
     linear,
     logits_processing,
     philox,
     rms_norm,
     rotary_embedding,
+    rotary_embedding_and_store_kv,
     sampling,
     swiglu,
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Triton kernels run interpreted (on CPU tensors) or compiled (on a GPU); without either they aren't listed.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RUNS_TRITON = IS_INTERPRETED or TRITON_DEVICE == "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,7 @@ class Implementation:
         device: where its tensors must be.
         dtypes: the ones it is tested in.
         equals_hf_bitwise: it makes the roundings of transformers' CPU code, all of them.
+        is_slow: milliseconds a row (interpreted): tests that draw a thousand tokens draw fewer.
     """
 
     name: str
@@ -46,11 +56,12 @@ class Implementation:
     device: str = "cpu"
     dtypes: tuple[torch.dtype, ...] = FLOATS
     equals_hf_bitwise: bool = False
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOps:
-    """Ops that share their metadata, so they are swapped together. The names are those of ``KernelBackend``."""
+    """Ops that share their metadata, so they are swapped together."""
 
     prepare_attention: Callable[..., Any]
     store_kv: Callable[..., None]
@@ -87,6 +98,10 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation("reference", rotary_embedding.rotary_embedding_reference, equals_hf_bitwise=True),
         Implementation("cpu", rotary_embedding.rotary_embedding_cpu, equals_hf_bitwise=True),
     ),
+    "rotary_embedding_and_store_kv": (
+        Implementation("reference", rotary_embedding_and_store_kv.rotary_embedding_and_store_kv_reference),
+        Implementation("cpu", rotary_embedding_and_store_kv.rotary_embedding_and_store_kv_cpu),
+    ),
     "attention": (
         Implementation("reference", REFERENCE_ATTENTION),
         Implementation("cpu", CPU_ATTENTION),
@@ -116,7 +131,55 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation("cpu", logits_processing.logprobs_cpu),
     ),
     "uniform": (Implementation("cpu", philox.uniform_cpu),),  # uniform_reference is scalar: it is the expectation
+    "copy_blocks": (
+        Implementation("reference", block_copy.copy_blocks_reference),
+        Implementation("cpu", block_copy.copy_blocks_cpu),
+    ),
+    "gather_blocks": (
+        Implementation("reference", block_copy.gather_blocks_reference),
+        Implementation("cpu", block_copy.gather_blocks_cpu),
+    ),
+    "scatter_blocks": (
+        Implementation("reference", block_copy.scatter_blocks_reference),
+        Implementation("cpu", block_copy.scatter_blocks_cpu),
+    ),
 }
+
+#: Modules whose implementations must all be listed above (tests/kernels/test_backend.py).
+TRITON_MODULES: list[ModuleType] = []
+
+if RUNS_TRITON:
+    from pico_vllm.kernels import (
+        block_copy_triton,
+        greedy_triton,
+        logits_processing_triton,
+        philox_triton,
+        rms_norm_triton,
+        rotary_embedding_and_store_kv_triton,
+        sampling_triton,
+        swiglu_triton,
+    )
+
+    TRITON_MODULES += [block_copy_triton, greedy_triton, logits_processing_triton, philox_triton, rms_norm_triton]
+    TRITON_MODULES += [rotary_embedding_and_store_kv_triton, sampling_triton, swiglu_triton]
+    for name, function in {
+        "rms_norm": rms_norm_triton.rms_norm_triton,
+        "add_rms_norm": rms_norm_triton.add_rms_norm_triton,
+        "rotary_embedding_and_store_kv": rotary_embedding_and_store_kv_triton.rotary_embedding_and_store_kv_triton,
+        "swiglu": swiglu_triton.swiglu_triton,
+        "greedy": greedy_triton.greedy_triton,
+        "sample": sampling_triton.sample_triton,
+        "uniform": philox_triton.uniform_triton,
+        "apply_penalties": logits_processing_triton.apply_penalties_triton,
+        "apply_bitmask": logits_processing_triton.apply_bitmask_triton,
+        "copy_blocks": block_copy_triton.copy_blocks_triton,
+        "gather_blocks": block_copy_triton.gather_blocks_triton,
+        "scatter_blocks": block_copy_triton.scatter_blocks_triton,
+    }.items():
+        equals_hf = name == "apply_penalties"
+        IMPLEMENTATIONS[name] += (
+            Implementation("triton", function, TRITON_DEVICE, equals_hf_bitwise=equals_hf, is_slow=IS_INTERPRETED),
+        )
 
 
 def each_implementation(op: str, *, equal_to_hf: bool = False) -> pytest.MarkDecorator:
@@ -165,6 +228,7 @@ U32, U16, UB16 = 2.0**-24, 2.0**-11, 2.0**-8
 _NORM = "normalised value and product are each rounded: 2 u (first order), and the sum of squares in fp32 adds little"
 _NORM32 = "root, inverse and two products: 4 u; half of what a blockwise sum of 1536 squares loses: 4 u"
 _ROPE = "two products and their sum are rounded: u (|a cos| + |b sin|) + u |out| <= 2 u sqrt(2) 4, with |a|, |b| <= 4"
+_NORM_ROPE = "head norm 2 u, products and sum of the rotation 2 u, of numbers up to sqrt(2) 7: 40 u"
 _SWIGLU = "silu and product are each rounded: 2 u; atol is the smallest normal number, below which u grows"
 _SWIGLU32 = "2 u, exp and division of the sigmoid 4 u more"
 _LINEAR = "one rounding at the end: u; atol is fp32 summation of K <= 576 products near 1/24, times 2 of slack"
@@ -181,6 +245,9 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     ("rotary_embedding", torch.float32): Tolerance(0.0, 12 * U32, _ROPE),
     ("rotary_embedding", torch.bfloat16): Tolerance(0.0, 12 * UB16, _ROPE),
     ("rotary_embedding", torch.float16): Tolerance(0.0, 12 * U16, _ROPE),
+    ("rotary_embedding_of_normalised", torch.float32): Tolerance(0.0, 48 * U32, _NORM_ROPE),
+    ("rotary_embedding_of_normalised", torch.bfloat16): Tolerance(0.0, 48 * UB16, _NORM_ROPE),
+    ("rotary_embedding_of_normalised", torch.float16): Tolerance(0.0, 48 * U16, _NORM_ROPE),
     ("swiglu", torch.float32): Tolerance(6 * U32, 2.0**-126, _SWIGLU32),
     ("swiglu", torch.bfloat16): Tolerance(2.02 * UB16, 2.0**-126, _SWIGLU),
     ("swiglu", torch.float16): Tolerance(2.02 * U16, 2.0**-14 * U16 * 4, _SWIGLU),

@@ -19,7 +19,9 @@ from typing import Any, Literal
 from pico_vllm.errors import ConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "cpu", "triton", "reference")
+#: Of a GPU, for the Triton backend: bf16 tensor cores. Triton's own floor is lower.
+MIN_COMPUTE_CAPABILITY = (8, 0)
 #: Sizes are int32 on the device; rows are made for every running request.
 MAX_SIZE = 2**31 - 1
 MAX_NUM_SEQS = 1 << 16
@@ -33,6 +35,11 @@ def cache_dir() -> Path:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "pico-vllm"
+
+
+def triton_is_interpreted() -> bool:
+    """Whether TRITON_INTERPRET asks Triton to interpret kernels on the CPU instead of compiling them (for tests)."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 # ------------------------------------------------------------------------------------------------------- the model
@@ -358,7 +365,8 @@ class EngineConfig:
         dtype: "auto" (the checkpoint's) or one of ``DTYPES``.
         load_format: "auto" (safetensors) or "dummy" (seeded random weights; no safetensors are read).
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
-        backend: which implementations of the ops: "auto", "cpu" (vectorised torch, any device), "reference" (naive).
+        backend: which implementations of the ops: "triton" (needs a GPU of compute capability 8.0), "cpu" (vectorised
+            torch, any device), "reference" (naive), or "auto": triton where it can run, else cpu.
         seed: seeds requests that name no seed, and dummy weights.
         engine_core_process: run the engine core in a process of its own, so that tokenising and detokenising overlap
             with the next step; the results are the same. ``logits_processors`` need False.
@@ -383,8 +391,6 @@ class EngineConfig:
         _check_bool("engine_core_process", self.engine_core_process)
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
-        if self.backend == "triton":
-            raise ConfigError("backend='triton' is not implemented yet; use 'auto', 'cpu' (any device) or 'reference'")
         _check_choice("backend", self.backend, BACKENDS)
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError(f"tokenizer={self.tokenizer!r} would be ignored: skip_tokenizer_init=True loads none")

@@ -23,10 +23,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from pico_vllm import __version__
-from pico_vllm.config import BACKENDS
+from pico_vllm.config import MIN_COMPUTE_CAPABILITY
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
-MIN_COMPUTE_CAPABILITY = (8, 0)  # bf16 tensor cores; Triton's own floor is lower
 _GIB = 1 << 30
 _COMMAND_TIMEOUT_S = 20
 
@@ -108,11 +107,10 @@ def collect_environment() -> Environment:
 def backends(env: Environment) -> tuple[Capability, ...]:
     """Which kernel backends can run: reference (naive torch), cpu (vectorised torch), triton."""
     torch_problem = env.package("torch").problem
-    not_yet = "" if "triton" in BACKENDS else "; but this version has no Triton kernels yet"
     return (
         _capability("reference", torch_problem, "naive torch: the oracle of the tests, slow"),
         _capability("cpu", torch_problem, "vectorised torch"),
-        _capability("triton", _why_no_compiled_triton(env), f"compiled for {_describe_gpus(env)}{not_yet}"),
+        _capability("triton", _why_no_compiled_triton(env), f"compiled for {_describe_gpus(env)}"),
     )
 
 

@@ -2,20 +2,32 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernel_cases import Heads, Step, build_paged_case, random_tensor
-from kernel_implementations import IMPLEMENTATIONS, TOLERANCES, AttentionOps, all_tested_callables, assert_bitwise
+from kernel_implementations import (
+    IMPLEMENTATIONS,
+    RUNS_TRITON,
+    TOLERANCES,
+    TRITON_DEVICE,
+    TRITON_MODULES,
+    AttentionOps,
+    all_tested_callables,
+    assert_bitwise,
+)
 from pico_vllm.kernels import (
     attention,
+    block_copy,
     embedding,
     linear,
     logits_processing,
     philox,
     rms_norm,
     rotary_embedding,
+    rotary_embedding_and_store_kv,
     sampling,
     swiglu,
 )
@@ -23,49 +35,78 @@ from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend, recording
 
 OPS = [field.name for field in dataclasses.fields(KernelBackend) if field.name != "name"]
 BACKENDS = {"reference": REFERENCE, "cpu": CPU}
-MODULES = (attention, embedding, linear, logits_processing, philox, rms_norm, rotary_embedding, sampling, swiglu)
+if RUNS_TRITON:
+    from pico_vllm.kernels.triton_backend import TRITON
+
+    BACKENDS["triton"] = TRITON
+MODULES = (
+    attention,
+    block_copy,
+    embedding,
+    linear,
+    logits_processing,
+    philox,
+    rms_norm,
+    rotary_embedding,
+    rotary_embedding_and_store_kv,
+    sampling,
+    swiglu,
+    *TRITON_MODULES,
+)
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 
 
 def run_every_op(backend: KernelBackend) -> dict[str, torch.Tensor]:
     """One call of each op, in the order of a layer; returns what came out and what was written in place."""
+    device = TRITON_DEVICE if "triton" in backend.name else "cpu"
+
+    def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+        return random_tensor(*shape, dtype=torch.float32, device=device, seed=seed)
+
+    def ints(*values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
     heads = Heads(num_kv_heads=1, group=2, head_dim=8, block_size=4)
-    case = build_paged_case(Step(((1, 5), (3, 3)), 1, num_padded_tokens=1), heads, dtype=torch.float32)
-    qkv, cache = case.projected, case.kv_cache.clone()
+    case = build_paged_case(Step(((1, 5), (3, 3)), 1, num_padded_tokens=1), heads, dtype=torch.float32, device=device)
+    cache = case.kv_cache.clone()
     out: dict[str, torch.Tensor] = {}
-    table = random_tensor(11, 16, dtype=torch.float32)
-    out["embedding"] = backend.embedding(torch.tensor([1, 10, 3], dtype=torch.int32), table)
-    weight = random_tensor(16, dtype=torch.float32, seed=1)
+    table = numbers(11, 16)
+    out["embedding"] = backend.embedding(ints(1, 10, 3, dtype=torch.int32), table)
+    weight = numbers(16, seed=1)
     out["rms_norm"] = backend.rms_norm(out["embedding"], weight, 1e-5)
-    packed = backend.pack_linear(random_tensor(6, 16, dtype=torch.float32, seed=2), None)
+    packed = backend.pack_linear(numbers(6, 16, seed=2), None)
     out["linear"] = backend.linear(out["rms_norm"], packed)
-    out["rotated"] = qkv.query.clone()
-    backend.rotary_embedding(out["rotated"], random_tensor(5, 8, dtype=torch.float32, seed=3))
     metadata = backend.prepare_attention(case.inputs, heads.cache_shape)
-    backend.store_kv(qkv.key, qkv.value, cache, metadata)
-    out["cache"] = cache
-    out["attended"] = backend.paged_attention(qkv.query, cache, metadata, case.scale)
+    qkv = case.projected.qkv.clone().view(5, 4, 8)
+    backend.rotary_embedding_and_store_kv(qkv, numbers(5, 8, seed=3), cache, metadata, 2)
+    out["rotated"], out["cache"] = qkv[:, :2], cache
+    out["attended"] = backend.paged_attention(out["rotated"], cache, metadata, case.scale)
     out["normed"], out["residual"] = backend.add_rms_norm(out["rms_norm"], table[:3].clone(), weight, 1e-5)
     out["swiglu"] = backend.swiglu(out["linear"])
     out["greedy"] = backend.greedy(out["linear"])
-    seeds = torch.tensor([1, 2, -3])
-    out["uniform"] = backend.uniform(seeds, torch.zeros_like(seeds), torch.tensor([0, 1, 2]))
-    ones = torch.ones(3)
-    out["sampled"] = backend.sample(out["linear"], ones, torch.tensor([0, 2, 1]), ones, out["uniform"])
+    seeds = ints(1, 2, -3)
+    out["uniform"] = backend.uniform(seeds, torch.zeros_like(seeds), ints(0, 1, 2))
+    ones = torch.ones(3, device=device)
+    out["sampled"] = backend.sample(out["linear"], ones, ints(0, 2, 1), ones, out["uniform"])
     out["penalised"] = out["linear"].clone()
-    counts = torch.arange(18, dtype=torch.int32).view(3, 6) % 3
+    counts = torch.arange(18, dtype=torch.int32, device=device).view(3, 6) % 3
     backend.apply_penalties(out["penalised"], counts == 2, counts, 2 * ones, ones, -ones)
     out["masked"] = out["linear"].clone()
-    backend.apply_bitmask(out["masked"], torch.tensor([[0b101101], [0b11], [-1]], dtype=torch.int32))
+    backend.apply_bitmask(out["masked"], ints([0b101101], [0b11], [-1], dtype=torch.int32))
     names = ("chosen", "rank", "best_ids", "best")
     out |= zip(names, backend.logprobs(out["linear"], out["greedy"], 2), strict=True)
+    caches, ids = [cache.clone(), -cache], ints(5, 1)
+    backend.copy_blocks(caches, ids[:1], ids[1:])
+    out["blocks"] = backend.gather_blocks(caches, ids)
+    backend.scatter_blocks(2 * out["blocks"], caches, ids.flip(0))
+    out["scattered"] = torch.stack(caches)
     return out
 
 
 CALLS_OF_EVERY_OP = [
-    "embedding", "rms_norm", "pack_linear", "linear", "rotary_embedding", "prepare_attention", "store_kv",
+    "embedding", "rms_norm", "pack_linear", "linear", "prepare_attention", "rotary_embedding_and_store_kv",
     "paged_attention", "add_rms_norm", "swiglu", "greedy", "uniform", "sample", "apply_penalties", "apply_bitmask",
-    "logprobs",
+    "logprobs", "copy_blocks", "gather_blocks", "scatter_blocks",
 ]  # fmt: skip
 
 
@@ -100,10 +141,10 @@ def test_tap_gets_the_very_arguments_and_the_very_result():
 def test_tap_is_called_after_an_op_that_writes_in_place():
     seen = []
     backend = recording(CPU, lambda name, args, result: seen.append((args[0].clone(), result)))
-    heads = torch.tensor([[[1.0, 2.0]]])
-    backend.rotary_embedding(heads, torch.tensor([[0.0, 1.0]]))
-    ((rotated, result),) = seen
-    assert rotated.tolist() == [[[-2.0, 1.0]]]
+    logits = torch.zeros(1, 3)
+    backend.apply_bitmask(logits, torch.tensor([[0b101]], dtype=torch.int32))
+    ((masked, result),) = seen
+    assert masked.tolist() == [[0.0, float("-inf"), 0.0]]
     assert result is None
 
 
@@ -139,13 +180,13 @@ def test_backend_is_frozen():
 @each_backend
 def test_every_field_is_bound_to_a_function(backend):
     assert all(callable(getattr(backend, op)) for op in OPS)
-    assert {"reference": REFERENCE, "cpu": CPU}[backend.name] is backend
+    assert BACKENDS[backend.name] is backend
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_reference_and_cpu_take_the_same_arguments(op):
-    names = [list(inspect.signature(getattr(backend, op)).parameters) for backend in (REFERENCE, CPU)]
-    assert names[0] == names[1]
+def test_all_backends_take_the_same_arguments(op):
+    names = [list(inspect.signature(getattr(backend, op)).parameters) for backend in BACKENDS.values()]
+    assert all(of_backend == names[0] for of_backend in names)
 
 
 @each_backend

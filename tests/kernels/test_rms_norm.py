@@ -15,7 +15,7 @@ from kernel_implementations import (
 from pico_vllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 
 EPS = 1e-5
-HIDDEN_SIZES = (1, 63, 100, 576, 1536)
+HIDDEN_SIZES = (1, 63, 100, 576, 960, 1536)
 
 
 def oracle(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
@@ -76,6 +76,24 @@ def test_rms_norm_of_a_strided_view_equals_that_of_its_copy(impl, dtype):
     view = in_wider_rows(x)
     assert_near_oracle("rms_norm", impl.op(view, weight, EPS), oracle(x, weight))
     assert_bitwise(view, x)
+
+
+@pytest.mark.parametrize("num_heads, head_dim", [(1, 64), (3, 128), (16, 20)])
+@each_implementation_and_dtype("rms_norm")
+def test_heads_of_a_fused_projection_are_normalised_each_over_its_own_dimension(impl, dtype, num_heads, head_dim):
+    heads = random_tensor(63, num_heads + 4, head_dim, dtype=dtype, device=impl.device)
+    weight = random_tensor(head_dim, dtype=dtype, device=impl.device, seed=1)
+    before, key = heads.clone(), heads[:, 2 : 2 + num_heads]
+    with uninitialised_memory_is_nan():
+        y = impl.op(key, weight, EPS)
+    assert y.shape == key.shape and y.is_contiguous()
+    assert_near_oracle("rms_norm", y, oracle(key, weight))
+    assert_bitwise(heads, before)
+
+
+@each_implementation("rms_norm")
+def test_no_tokens_give_none(impl):
+    assert impl.op(torch.empty(0, 100, device=impl.device), torch.ones(100, device=impl.device), EPS).shape == (0, 100)
 
 
 @each_implementation_and_dtype("rms_norm")

@@ -38,7 +38,7 @@ def run(checkpoint, monkeypatch, capsys):
 def test_a_right_engine_passes_with_exit_code_0(run, arguments):
     code, out, _ = run(*arguments)
     assert code == 0
-    assert "PASSED: all 39 points" in out
+    assert "PASSED: all 42 points" in out
     assert "layers.2." in out
 
 
@@ -47,13 +47,13 @@ def test_json_is_json_and_nothing_else(run):
     result = json.loads(out)
     assert code == 0
     assert result["passes"] is True
-    assert len(result["points"]) == 39
+    assert len(result["points"]) == 42
     assert (result["settings"]["dtype"], result["settings"]["max_num_batched_tokens"]) == ("float32", 7)
 
 
 def test_all_points_shows_every_point(run):
     _, out, _ = run("--all-points")
-    assert sum(line.strip().startswith("layers.") for line in out.splitlines()) == 36
+    assert sum(line.strip().startswith("layers.") for line in out.splitlines()) == 39
 
 
 def test_a_wrong_engine_fails_with_exit_code_2_and_names_the_op(run, monkeypatch):
@@ -97,12 +97,13 @@ def test_a_nan_is_valid_json(run, monkeypatch):
     ("arguments", "words"),
     [
         (("--tp", "2"), "tensor_parallel_size=2"),
-        (("--backend", "triton"), "not implemented yet"),
+        (("--backend", "triton"), "a CUDA GPU, and this engine runs on cpu"),
         (("--dtype", "int8"), "int8"),
         (("--backend", "x"), "reference"),
     ],
 )
-def test_what_cannot_be_verified_is_one_line(run, arguments, words):
+def test_what_cannot_be_verified_is_one_line(run, monkeypatch, arguments, words):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code, out, err = run(*arguments)
     assert (code, out) == (1, "")
     assert err.startswith("error: ") and err.count("\n") == 1

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import transformers
 
-from pico_vllm.config import BLOCK_SIZES, SUPPORTED_ARCHITECTURES, EngineConfig, ModelConfig, RopeConfig, cache_dir
+from pico_vllm.config import (
+    BLOCK_SIZES,
+    SUPPORTED_ARCHITECTURES,
+    EngineConfig,
+    ModelConfig,
+    RopeConfig,
+    cache_dir,
+    triton_is_interpreted,
+)
 from pico_vllm.errors import ConfigError
 
 # As published: the fields of config.json that say how the model computes.
@@ -478,7 +486,7 @@ BAD_OPTIONS = {
     "engine_core_process": [1, "no", None],
     "dtype": ["float64", "", None, 16],
     "load_format": ["pickle", "", None],
-    "backend": ["triton", "", None],
+    "backend": ["cuda", "", None],
     "device": ["gpu", "", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "cpu:", "auto:0", "cuda:0 ", "cuda:²", None, 0],
     "seed": [-1, 2**63, 1.0, True, None, "1"],
 }
@@ -561,9 +569,14 @@ def test_a_tokenizer_that_would_not_be_loaded_is_refused():
         EngineConfig.from_options(tokenizer="somewhere", skip_tokenizer_init=True)
 
 
-def test_the_triton_backend_is_refused_as_not_implemented_yet():
-    with pytest.raises(ConfigError, match="backend='triton' is not implemented yet"):
-        EngineConfig.from_options(backend="triton")
+@pytest.mark.parametrize(
+    ("value", "is_interpreted"), [(None, False), ("", False), ("0", False), ("1", True), ("true", True)]
+)
+def test_triton_is_interpreted_where_the_environment_says_so(monkeypatch, value, is_interpreted):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert triton_is_interpreted() is is_interpreted
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ TELLING_LINES = {
         "before the fault: passes",
         "with the fault, greedy tokens are the same",
         "FAILED: the first point that differs is layers.0.input_layernorm, made by rms_norm",
-        "  rms_norm                                           passes",
-        "  swiglu                                             breaks at layers.0.input_layernorm, made by rms_norm",
+        f"  {'rms_norm':<70} passes",
+        f"  {'swiglu':<70} breaks at layers.0.input_layernorm, made by rms_norm",
     ],
 }
 

@@ -134,6 +134,7 @@ class _Rows:
 class CpuAttentionMetadata:
     """Indices of one step, made once for all layers."""
 
+    slot_mapping: torch.Tensor  # of the step
     blocks: torch.Tensor  # [num_stored] block of each stored token
     offsets: torch.Tensor  # [num_stored]
     stored: torch.Tensor | None  # [num_stored] token indices; None = every token is stored
@@ -168,6 +169,7 @@ def prepare_attention_cpu(inputs: AttentionInputs, shape: KVCacheShape) -> CpuAt
     num_covered = sum(rows.end - rows.start for rows in (*decodes, *prefills))
     num_tokens = inputs.slot_mapping.shape[0]
     return CpuAttentionMetadata(
+        slot_mapping=inputs.slot_mapping,
         blocks=slots // shape.block_size,
         offsets=slots % shape.block_size,
         stored=stored,

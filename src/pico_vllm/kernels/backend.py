@@ -6,6 +6,7 @@ Layers and the sampler call ``backend.<op>(...)`` and nothing else, so that
 - ``recording(backend, tap)`` sees every call with its arguments and result: the oracle's taps are a backend, not hooks.
 
 ``REFERENCE`` is naive and the only oracle; ``CPU`` is vectorised torch, tested against it, and runs on any device.
+``TRITON``, for GPUs, is in ``triton_backend``: this module doesn't import triton.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 
 from pico_vllm.kernels import (
     attention,
+    block_copy,
     embedding,
     linear,
     logits_processing,
     philox,
     rms_norm,
-    rotary_embedding,
+    rotary_embedding_and_store_kv,
     sampling,
     swiglu,
 )
@@ -32,8 +34,9 @@ from pico_vllm.kernels import (
 class KernelBackend:
     """The ops; contracts are in the files that implement them.
 
-    ``prepare_attention`` makes what ``store_kv`` and ``paged_attention`` of the same backend take as metadata: swap the
-    three together. ``pack_linear`` likewise belongs to ``linear``, but every ``linear`` accepts every packed weight.
+    ``prepare_attention`` makes what ``rotary_embedding_and_store_kv`` and ``paged_attention`` of the same backend take
+    as metadata: swap the three together. ``pack_linear`` likewise belongs to ``linear``, but every ``linear`` accepts
+    every packed weight.
     """
 
     name: str
@@ -42,9 +45,8 @@ class KernelBackend:
     linear: Callable[..., Any]
     rms_norm: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
-    rotary_embedding: Callable[..., None]
     prepare_attention: Callable[..., Any]
-    store_kv: Callable[..., None]
+    rotary_embedding_and_store_kv: Callable[..., None]
     paged_attention: Callable[..., Any]
     swiglu: Callable[..., Any]
     greedy: Callable[..., Any]
@@ -53,6 +55,9 @@ class KernelBackend:
     apply_penalties: Callable[..., None]
     apply_bitmask: Callable[..., None]
     logprobs: Callable[..., Any]
+    copy_blocks: Callable[..., None]
+    gather_blocks: Callable[..., Any]
+    scatter_blocks: Callable[..., None]
 
 
 REFERENCE = KernelBackend(
@@ -62,9 +67,8 @@ REFERENCE = KernelBackend(
     linear=linear.linear_reference,
     rms_norm=rms_norm.rms_norm_reference,
     add_rms_norm=rms_norm.add_rms_norm_reference,
-    rotary_embedding=rotary_embedding.rotary_embedding_reference,
     prepare_attention=attention.prepare_attention_reference,
-    store_kv=attention.store_kv_reference,
+    rotary_embedding_and_store_kv=rotary_embedding_and_store_kv.rotary_embedding_and_store_kv_reference,
     paged_attention=attention.paged_attention_reference,
     swiglu=swiglu.swiglu_reference,
     greedy=sampling.greedy_reference,
@@ -73,6 +77,9 @@ REFERENCE = KernelBackend(
     apply_penalties=logits_processing.apply_penalties_reference,
     apply_bitmask=logits_processing.apply_bitmask_reference,
     logprobs=logits_processing.logprobs_reference,
+    copy_blocks=block_copy.copy_blocks_reference,
+    gather_blocks=block_copy.gather_blocks_reference,
+    scatter_blocks=block_copy.scatter_blocks_reference,
 )
 
 CPU = KernelBackend(
@@ -82,9 +89,8 @@ CPU = KernelBackend(
     linear=linear.linear_cpu,
     rms_norm=rms_norm.rms_norm_cpu,
     add_rms_norm=rms_norm.add_rms_norm_cpu,
-    rotary_embedding=rotary_embedding.rotary_embedding_cpu,
     prepare_attention=attention.prepare_attention_cpu,
-    store_kv=attention.store_kv_cpu,
+    rotary_embedding_and_store_kv=rotary_embedding_and_store_kv.rotary_embedding_and_store_kv_cpu,
     paged_attention=attention.paged_attention_cpu,
     swiglu=swiglu.swiglu_cpu,
     greedy=sampling.greedy_cpu,
@@ -93,6 +99,9 @@ CPU = KernelBackend(
     apply_penalties=logits_processing.apply_penalties_cpu,
     apply_bitmask=logits_processing.apply_bitmask_cpu,
     logprobs=logits_processing.logprobs_cpu,
+    copy_blocks=block_copy.copy_blocks_cpu,
+    gather_blocks=block_copy.gather_blocks_cpu,
+    scatter_blocks=block_copy.scatter_blocks_cpu,
 )
 
 #: Called after each op: (op name, positional arguments, result). In-place ops have changed their arguments by then.

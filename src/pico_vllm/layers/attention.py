@@ -1,4 +1,4 @@
-"""Self-attention over the paged KV cache: project, rotate, store, attend, project back."""
+"""Self-attention over the paged KV cache: project, (normalise,) rotate and store, attend, project back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
 
     from pico_vllm.kernels.backend import KernelBackend
+    from pico_vllm.kernels.rotary_embedding_and_store_kv import QKNorm
     from pico_vllm.layers.linear import Linear
 
 
@@ -18,6 +19,7 @@ class SelfAttention:
         qkv_proj: hidden → [query heads | key heads | value heads], one product.
         o_proj: heads → hidden, a partial sum.
         num_heads, num_kv_heads, head_dim: of this rank.
+        qk_norm: norms of the query and key heads before they are rotated, where the model has them.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class SelfAttention:
         num_kv_heads: int,
         head_dim: int,
         backend: KernelBackend,
+        qk_norm: QKNorm | None = None,
     ) -> None:
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
@@ -36,6 +39,7 @@ class SelfAttention:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
+        self.qk_norm = qk_norm
         self._backend = backend
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -51,13 +55,8 @@ class SelfAttention:
             [num_tokens, hidden_size], this rank's partial sum.
         """
         num_tokens = x.shape[0]
-        split = self.num_heads + self.num_kv_heads
-        heads = self.project(x)
-        self._backend.rotary_embedding(heads[:, :split], cos_sin)
-        self._backend.store_kv(heads[:, self.num_heads : split], heads[:, split:], kv_cache, metadata)
+        # [num_tokens, query + key + value heads, head_dim]
+        heads = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        self._backend.rotary_embedding_and_store_kv(heads, cos_sin, kv_cache, metadata, self.num_heads, self.qk_norm)
         attended = self._backend.paged_attention(heads[:, : self.num_heads], kv_cache, metadata, self.scale)
         return self.o_proj(attended.view(num_tokens, self.num_heads * self.head_dim))
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] → heads before rotation, [num_tokens, query + key + value heads, head_dim]."""
-        return self.qkv_proj(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)

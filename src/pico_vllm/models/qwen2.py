@@ -72,9 +72,9 @@ class Qwen2DecoderLayer:
         self.mlp = GatedMLP(parts.linear("gate_up_proj"), parts.linear("down_proj"), parts.backend)
 
     def attention(self, parts: LayerParts) -> SelfAttention:
-        """Grouped-query attention; a model that normalises its heads puts its own here."""
+        """Grouped-query attention; a model that normalises its heads says so here."""
         return SelfAttention(
-            parts.linear("qkv_proj"), parts.linear("o_proj"), **parts.head_shape, backend=parts.backend
+            parts.linear("qkv_proj"), parts.linear("o_proj"), **parts.head_shape, backend=parts.backend, qk_norm=None
         )
 
     def __call__(

@@ -7,40 +7,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pico_vllm.kernels.rotary_embedding_and_store_kv import QKNorm
 from pico_vllm.layers.attention import SelfAttention
 from pico_vllm.models.qwen2 import LayerParts, Qwen2DecoderLayer, Qwen2ForCausalLM
 from pico_vllm.models.weights import ParameterSpec, TensorSpec
 
 if TYPE_CHECKING:
-    import torch
-
     from pico_vllm.config import ModelConfig
 
 
-class Qwen3Attention(SelfAttention):
-    """Attention whose query and key heads are normalised, each over its own head_dim, before they are rotated."""
-
-    def __init__(self, parts: LayerParts) -> None:
-        super().__init__(parts.linear("qkv_proj"), parts.linear("o_proj"), **parts.head_shape, backend=parts.backend)
-        self.q_norm = parts.norm("q_norm")
-        self.k_norm = parts.norm("k_norm")
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] → heads before rotation, q and k normalised in place."""
-        heads = super().project(x)
-        query = heads[:, : self.num_heads]
-        key = heads[:, self.num_heads : self.num_heads + self.num_kv_heads]
-        query.copy_(self.q_norm(query))
-        key.copy_(self.k_norm(key))
-        return heads
-
-
 class Qwen3DecoderLayer(Qwen2DecoderLayer):
-    """A Qwen2 layer around Qwen3's attention."""
+    """A Qwen2 layer whose query and key heads are normalised, each over its own head_dim, before they are rotated."""
 
     def attention(self, parts: LayerParts) -> SelfAttention:
         """Attention with head norms."""
-        return Qwen3Attention(parts)
+        q_norm, k_norm = parts.norm("q_norm"), parts.norm("k_norm")
+        return SelfAttention(
+            parts.linear("qkv_proj"),
+            parts.linear("o_proj"),
+            **parts.head_shape,
+            backend=parts.backend,
+            qk_norm=QKNorm(q_norm.weight, k_norm.weight, parts.config.rms_norm_eps),
+        )
 
 
 class Qwen3ForCausalLM(Qwen2ForCausalLM):

@@ -30,9 +30,6 @@ class EngineTaps:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._runner = core_in_this_process(engine.core).executor.runner
-        config = engine.model_config
-        self._num_heads = config.num_attention_heads
-        self._num_kv_heads = config.num_key_value_heads
         self._name_of = {id(parameter): name for name, parameter in self._runner.parameters.items()}
         self._layer = -1
         self._step: dict[str, torch.Tensor] = {}
@@ -88,10 +85,12 @@ class EngineTaps:
         self._keep(f"layers.{self._layer}.{'attention_residual' if is_middle else 'residual'}", residual)
         self._keep(name, normalised)
 
-    def _tap_rotary_embedding(self, args: tuple[Any, ...], result: None) -> None:
-        heads = args[0]  # [num_tokens, num_heads + num_kv_heads, head_dim], rotated in place
-        self._keep(f"layers.{self._layer}.query", heads[:, : self._num_heads])
-        self._keep(f"layers.{self._layer}.key", heads[:, self._num_heads :])
+    def _tap_rotary_embedding_and_store_kv(self, args: tuple[Any, ...], result: None) -> None:
+        heads, _, kv_cache, metadata, num_heads = args[:5]
+        self._keep(f"layers.{self._layer}.query", heads[:, :num_heads])  # rotated in place
+        key, value = _stored(kv_cache, metadata.slot_mapping)
+        self._keep(f"layers.{self._layer}.key", key)
+        self._keep(f"layers.{self._layer}.value", value)
 
     def _tap_paged_attention(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
         self._keep(f"layers.{self._layer}.attention", result)
@@ -117,3 +116,11 @@ class EngineTaps:
             token += request.num_new_tokens
             sampled += request.samples
         self._step = {}
+
+
+def _stored(kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V in the slots of a step's tokens, [num_tokens, num_kv_heads, head_dim] each; NaN for a token without."""
+    slots, block_size = slot_mapping.long(), kv_cache.shape[3]
+    rows = kv_cache[slots // block_size, :, :, slots % block_size]  # [num_tokens, 2, num_kv_heads, head_dim]
+    rows = rows.masked_fill((slots < 0)[:, None, None, None], float("nan"))
+    return rows[:, 0], rows[:, 1]

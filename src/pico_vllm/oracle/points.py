@@ -33,11 +33,10 @@ class Point:
 LAYER_POINTS = (
     ("input_layernorm", "rms_norm"),
     ("qkv_proj", "linear"),
-    ("q_norm", "rms_norm"),
-    ("k_norm", "rms_norm"),
-    ("query", "rotary_embedding"),
-    ("key", "rotary_embedding"),
-    ("attention", "store_kv + paged_attention"),
+    ("query", "rotary_embedding_and_store_kv"),  # after the head norm, where a model has one, and the rotation
+    ("key", "rotary_embedding_and_store_kv"),  # the same, as it is in the cache
+    ("value", "rotary_embedding_and_store_kv"),  # as it is in the cache
+    ("attention", "paged_attention"),
     ("o_proj", "linear"),
     ("attention_residual", "add_rms_norm"),
     ("post_attention_layernorm", "add_rms_norm"),
@@ -48,13 +47,12 @@ LAYER_POINTS = (
 )
 
 
-def points_of(num_layers: int, *, has_qk_norm: bool) -> list[Point]:
+def points_of(num_layers: int) -> list[Point]:
     """Every point of a model, in the order of execution."""
     points = [Point(None, "embed_tokens", "embedding")]
     for layer in range(num_layers):
         points += [
             Point(layer, name, "add_rms_norm" if name == "input_layernorm" and layer > 0 else op)
             for name, op in LAYER_POINTS
-            if has_qk_norm or name not in ("q_norm", "k_norm")
         ]
     return [*points, Point(None, "norm", "add_rms_norm"), Point(None, "logits", "linear")]

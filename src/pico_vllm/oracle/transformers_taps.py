@@ -68,6 +68,7 @@ class TransformersTaps:
         query, key = self._apply_rotary(q, k, *self._cos_sin)  # [1, num_heads, num_tokens, head_dim]
         fused[f"{layer}.query"] = self._rows(query.transpose(1, 2))
         fused[f"{layer}.key"] = self._rows(key.transpose(1, 2))
+        fused[f"{layer}.value"] = self._rows(v)
         gate_up = torch.cat((raw[f"{layer}.gate_proj"], raw[f"{layer}.up_proj"]), -1)
         fused[f"{layer}.gate_up_proj"] = self._rows(gate_up)
         return fused

@@ -143,8 +143,7 @@ def verify(
     with engine.source.hf_directory() as directory:
         truth_model = TransformersTaps(directory, torch.float32, runner.device)
         peer_model = None if dtype == torch.float32 else TransformersTaps(directory, dtype, runner.device)
-    has_qk_norm = any(key.endswith("q_norm") for key in runner.parameters)
-    points = points_of(engine.model_config.num_hidden_layers, has_qk_norm=has_qk_norm)
+    points = points_of(engine.model_config.num_hidden_layers)
     sums = {point.key: ErrorSum(point, dtype) for point in points}
     chosen: list[tuple[torch.Tensor, torch.Tensor]] = []  # (true logits, our tokens) of each sequence
     for request_id, token_ids in sequences.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from functools import partial
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pico_vllm.config import MIN_COMPUTE_CAPABILITY, triton_is_interpreted
 from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
 from pico_vllm.errors import ConfigError
 from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
@@ -44,7 +46,7 @@ class ModelRunner:
         progress: called with (parameters loaded, parameters in all).
 
     Raises:
-        ConfigError: the device, dtype or memory asked for is not there.
+        ConfigError: the device, backend, dtype or memory asked for is not there.
         WeightLoadError: the checkpoint is not the model's.
     """
 
@@ -60,9 +62,11 @@ class ModelRunner:
         start = time.perf_counter()
         self.model_config = model_config
         self.device = resolve_device(config.device)
+        if self.device.type == "cuda":  # Triton launches on the current device
+            torch.cuda.set_device(self.device)
         self.dtype = _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
         self._max_model_len = max_model_len
-        backend = REFERENCE if config.backend == "reference" else CPU
+        backend = resolve_backend(config.backend, self.device)
         self.parameters = self._load_parameters(config, source, backend, progress)
         self.set_backend(backend)
 
@@ -184,3 +188,35 @@ def resolve_device(name: str) -> torch.device:
             raise ConfigError(f"device={name!r}: torch sees {count} GPU(s) here; use device='cpu'")
         device = torch.device("cuda", device.index or 0)
     return device
+
+
+def resolve_backend(name: str, device: torch.device) -> KernelBackend:
+    """Find the ops; "auto" is Triton's on a GPU that it compiles for, else torch's. Triton is imported if it is chosen.
+
+    Raises:
+        ConfigError: Triton's are asked for and cannot run.
+    """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and _why_no_triton(device) is None else "cpu"
+    if name != "triton":
+        return REFERENCE if name == "reference" else CPU
+    if (why_not := _why_no_triton(device)) is not None:
+        raise ConfigError(f"backend='triton' needs {why_not}; backend='cpu' runs on any device")
+    from pico_vllm.kernels.triton_backend import TRITON
+
+    return TRITON
+
+
+def _why_no_triton(device: torch.device) -> str | None:
+    """What is missing, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton, which isn't installed"
+    if triton_is_interpreted():
+        return None
+    if device.type != "cuda":
+        return f"a CUDA GPU, and this engine runs on {device} (TRITON_INTERPRET=1 interprets the kernels, for tests)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_COMPUTE_CAPABILITY:
+        needed, found = (".".join(map(str, version)) for version in (MIN_COMPUTE_CAPABILITY, capability))
+        return f"a GPU of compute capability {needed} or more, {device} has {found}"
+    return None

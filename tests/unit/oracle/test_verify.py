@@ -37,6 +37,11 @@ def llama_tied(tmp_path_factory):
     return save("llama-gqa3-d64-tied", tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return save("qwen3-gqa4-d64-tied", tmp_path_factory)
+
+
 def check(llm):
     return verify(llm.engine, prompt_lengths=LENGTHS, num_new_tokens=6)
 
@@ -74,8 +79,7 @@ def test_every_model_passes_in_every_dtype(name, dtype, tmp_path_factory):
     result = check(llm)
     assert result.passes, [(e.point.key, e.rms, e.bound) for e in result.errors if not e.passes]
     config = llm.engine.model_config
-    has_qk_norm = any(key.endswith("q_norm") for key in runner_of(llm).parameters)
-    expected = points_of(config.num_hidden_layers, has_qk_norm=has_qk_norm)
+    expected = points_of(config.num_hidden_layers)
     assert [error.point for error in result.errors] == expected
     every_position = sum(LENGTHS) + len(LENGTHS) * 5  # the last token of each is never computed
     assert all(e.num_rows == every_position for e in result.errors[:-1])
@@ -120,7 +124,7 @@ def test_a_wrong_rope_theta_is_named(qwen2):
     rope = dataclasses.replace(runner.model_config.rope, theta=runner.model_config.rope.theta * 1.05)
     runner.model_config = dataclasses.replace(runner.model_config, rope=rope)
     runner.set_backend(runner.backend)
-    assert failure_of(llm) == ("layers.0.query", "rotary_embedding")
+    assert failure_of(llm) == ("layers.0.query", "rotary_embedding_and_store_kv")
 
 
 def test_a_wrong_eps_is_named(qwen2):
@@ -148,16 +152,38 @@ def test_a_missing_residual_is_named(qwen2):
 
 def test_kv_written_one_slot_off_is_named(qwen2):
     llm = make_llm(qwen2)
-    original = runner_of(llm).backend.store_kv
+    original = runner_of(llm).backend.rotary_embedding_and_store_kv
     target = runner_of(llm).kv_caches[1]
 
-    def stores_off_by_one(key, value, kv_cache, metadata):
+    def stores_off_by_one(heads, cos_sin, kv_cache, metadata, *rest):
         if kv_cache is target:
             metadata = dataclasses.replace(metadata, offsets=(metadata.offsets + 1) % kv_cache.shape[3])
-        original(key, value, kv_cache, metadata)
+        original(heads, cos_sin, kv_cache, metadata, *rest)
 
-    replace_op(llm, store_kv=stores_off_by_one)
-    assert failure_of(llm) == ("layers.1.attention", "store_kv + paged_attention")
+    replace_op(llm, rotary_embedding_and_store_kv=stores_off_by_one)
+    assert failure_of(llm) == ("layers.1.key", "rotary_embedding_and_store_kv")
+
+
+def test_values_stored_in_the_place_of_other_heads_are_named(llama_tied):
+    llm = make_llm(llama_tied)
+    original = runner_of(llm).backend.rotary_embedding_and_store_kv
+    target = runner_of(llm).kv_caches[2]
+
+    def swaps_value_heads(heads, cos_sin, kv_cache, *rest):
+        if kv_cache is target:
+            heads[:, -2:] = heads[:, -2:].flip(1)
+        original(heads, cos_sin, kv_cache, *rest)
+
+    replace_op(llm, rotary_embedding_and_store_kv=swaps_value_heads)
+    assert failure_of(llm) == ("layers.2.value", "rotary_embedding_and_store_kv")
+
+
+def test_head_norms_taken_for_each_other_are_named(qwen3):
+    """They run inside the op that rotates, so they show at the rotated query."""
+    llm = make_llm(qwen3)
+    parameters = runner_of(llm).parameters
+    replace_parameter(llm, "layers.1.q_norm", parameters["layers.1.k_norm"])
+    assert failure_of(llm) == ("layers.1.query", "rotary_embedding_and_store_kv")
 
 
 def test_a_wrong_gqa_group_is_named(llama_tied):
@@ -175,7 +201,7 @@ def test_a_wrong_gqa_group_is_named(llama_tied):
         return out
 
     replace_op(llm, paged_attention=mixes_groups)
-    assert failure_of(llm) == ("layers.2.attention", "store_kv + paged_attention")
+    assert failure_of(llm) == ("layers.2.attention", "paged_attention")
 
 
 def test_a_tied_head_mistaken_for_an_untied_one_is_named(llama_tied):
@@ -228,7 +254,7 @@ def text_of(result, **options):
 
 def test_the_report_names_the_failure_and_shows_its_layer(qwen2):
     llm = make_llm(qwen2)
-    assert "PASSED: all 39 points" in text_of(check(llm))
+    assert "PASSED: all 42 points" in text_of(check(llm))
     weight = runner_of(llm).parameters["layers.2.qkv_proj"]
     replace_parameter(llm, "layers.2.qkv_proj", dataclasses.replace(weight, bias=None))
     result = check(llm)

@@ -13,7 +13,7 @@ from pico_vllm.kernels.backend import CPU, REFERENCE, recording
 from pico_vllm.kernels.rms_norm import rms_norm_reference
 from pico_vllm.request import Request
 from pico_vllm.scheduler_output import GrammarMasks
-from pico_vllm.worker.model_runner import resolve_device
+from pico_vllm.worker.model_runner import resolve_backend, resolve_device
 
 PROMPTS = [[10, 20, 30, 40, 50], [7] * 17, [99]]
 
@@ -70,6 +70,61 @@ def test_a_gpu_that_torch_does_not_see_is_refused_with_what_it_sees(monkeypatch,
         resolve_device(name)
     message = str(error.value)
     assert f"device={name!r}" in message and f"sees {num_gpus} GPU(s)" in message and "device='cpu'" in message
+
+
+# -------------------------------------------------------------------------------------------------------- backend
+@pytest.fixture
+def without_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def backend_name(name, device, capability=(9, 0)):
+    """Of what is resolved on a device with this compute capability."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return resolve_backend(name, torch.device(device)).name
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "capability", "expected"),
+    [
+        ("auto", "cpu", None, "cpu"),
+        ("auto", "cuda", (9, 0), "triton"),
+        ("auto", "cuda:1", (8, 0), "triton"),
+        ("auto", "cuda", (7, 5), "cpu"),
+        ("triton", "cuda", (12, 0), "triton"),
+        ("cpu", "cuda", (9, 0), "cpu"),
+        ("reference", "cuda", (9, 0), "reference"),
+    ],
+)
+def test_auto_takes_triton_where_it_can_run(without_interpreter, name, device, capability, expected):
+    assert backend_name(name, device, capability) == expected
+
+
+def test_the_interpreter_runs_triton_on_a_cpu_but_only_if_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend_name("triton", "cpu") == "triton"
+    assert backend_name("auto", "cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "words"),
+    [
+        ("cpu", None, "needs a CUDA GPU, and this engine runs on cpu"),
+        ("cuda:0", (7, 5), "compute capability 8.0 or more, cuda:0 has 7.5"),
+    ],
+)
+def test_triton_that_cannot_run_is_refused_with_what_is_missing(without_interpreter, device, capability, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        backend_name("triton", device, capability)
+    assert "backend='cpu'" in str(error.value)
+
+
+def test_without_the_package_auto_is_cpu_and_triton_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert backend_name("auto", "cuda") == "cpu"
+    with pytest.raises(ConfigError, match="triton, which isn't installed"):
+        backend_name("triton", "cuda")
 
 
 # ------------------------------------------------------------------------------------------------- dtype and memory
@@ -131,7 +186,7 @@ def test_a_recording_backend_sees_every_op_of_a_step_and_changes_nothing(checkpo
     llm.engine.add_request("r", PROMPTS[0], greedy(1))
     (delta,) = llm.engine.step()
     assert list(delta.new_token_ids) == expected[0][:1]
-    layer = ["linear", "rotary_embedding", "store_kv", "paged_attention", "linear", "add_rms_norm"]
+    layer = ["linear", "rotary_embedding_and_store_kv", "paged_attention", "linear", "add_rms_norm"]
     layer += ["linear", "swiglu", "linear", "add_rms_norm"]
     assert seen == ["prepare_attention", "embedding", "rms_norm", *layer * 3, "linear", "greedy"]
 

@@ -1,0 +1,41 @@
+"""TRITON: the backend of GPUs. Importing it imports triton, so whoever needs it imports it where it is chosen.
+
+Matrix products are torch's (cuBLAS) on dense weights, and so are the embedding and the log-probabilities; what has no
+Triton kernel yet (attention) is the vectorised torch of ``CPU``, which runs on any device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pico_vllm.kernels import attention, linear
+from pico_vllm.kernels.backend import CPU
+from pico_vllm.kernels.block_copy_triton import copy_blocks_triton, gather_blocks_triton, scatter_blocks_triton
+from pico_vllm.kernels.greedy_triton import greedy_triton
+from pico_vllm.kernels.logits_processing_triton import apply_bitmask_triton, apply_penalties_triton
+from pico_vllm.kernels.philox_triton import uniform_triton
+from pico_vllm.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
+from pico_vllm.kernels.rotary_embedding_and_store_kv_triton import rotary_embedding_and_store_kv_triton
+from pico_vllm.kernels.sampling_triton import sample_triton
+from pico_vllm.kernels.swiglu_triton import swiglu_triton
+
+TRITON = dataclasses.replace(
+    CPU,
+    name="triton",
+    pack_linear=linear.pack_linear_dense,
+    rms_norm=rms_norm_triton,
+    add_rms_norm=add_rms_norm_triton,
+    # These two share their metadata; any kind has the slot_mapping that the store between them reads.
+    prepare_attention=attention.prepare_attention_cpu,
+    paged_attention=attention.paged_attention_cpu,
+    rotary_embedding_and_store_kv=rotary_embedding_and_store_kv_triton,
+    swiglu=swiglu_triton,
+    greedy=greedy_triton,
+    sample=sample_triton,
+    uniform=uniform_triton,
+    apply_penalties=apply_penalties_triton,
+    apply_bitmask=apply_bitmask_triton,
+    copy_blocks=copy_blocks_triton,
+    gather_blocks=gather_blocks_triton,
+    scatter_blocks=scatter_blocks_triton,
+)

@@ -1,0 +1,62 @@
+"""A whole engine on the Triton backend, interpreted where there is no GPU, against transformers and torch's ops."""
+
+import functools
+import sys
+
+import pytest
+import torch
+
+import tiny_models
+from engine_runs import greedy, make_llm
+from kernel_implementations import RUNS_TRITON, TRITON_DEVICE
+from pico_vllm import SamplingParams, cli
+from pico_vllm.oracle.verify import verify
+
+if not RUNS_TRITON:
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+OPTIONS = {"backend": "triton", "device": TRITON_DEVICE}
+
+
+@pytest.fixture(scope="module", params=["qwen2-gqa6-d64-tied", "qwen3-gqa2-d128-untied"])
+def checkpoint(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    tiny_models.save_tiny_model(tiny_models.MODELS[request.param], directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def exact_fp32_products():
+    """TF32 would round fp32 inputs to 10 bits: not what this compares."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_sub_layer_equals_transformers(checkpoint, dtype):
+    llm = make_llm(checkpoint, dtype=dtype, max_num_batched_tokens=16, **OPTIONS)
+    result = verify(llm.engine, prompt_lengths=(1, 15, 17), num_new_tokens=4)
+    assert result.settings["backend"] == "triton"
+    assert result.passes, [(e.point.key, e.rms, e.bound) for e in result.errors if not e.passes]
+
+
+def test_greedy_and_sampled_tokens_are_those_of_torchs_ops(checkpoint):
+    params = [greedy(4), SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=3, max_tokens=4, ignore_eos=True)]
+    params.append(SamplingParams(temperature=1.5, min_p=0.02, seed=4, max_tokens=4, ignore_eos=True))
+    prompts = [[7, 8, 9], [10] * 17, list(range(2, 20))]
+    outputs = [make_llm(checkpoint, **options).generate(prompts, params) for options in (OPTIONS, {"backend": "cpu"})]
+    ids = [[output.outputs[0].token_ids for output in of_backend] for of_backend in outputs]
+    assert ids[0] == ids[1]
+
+
+def test_verify_takes_the_backend_from_the_command_line(checkpoint, monkeypatch, capsys):
+    words = ["pico-vllm", "verify", "--model", str(checkpoint), "--device", TRITON_DEVICE, "--backend", "triton"]
+    monkeypatch.setattr(sys, "argv", [*words, "--dtype", "float32"])
+    short = functools.partial(verify, prompt_lengths=(1, 17), num_new_tokens=2)
+    monkeypatch.setattr("pico_vllm.oracle.verify.verify", short)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code
+    assert "PASSED: all 42 points" in capsys.readouterr().out
