@@ -6,9 +6,11 @@ run in fp64 on the very numbers (rounded to the tested dtype) that the implement
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +29,13 @@ from pico_vllm.kernels import (
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Triton kernels run interpreted (on CPU tensors) or compiled (on a GPU); without either they aren't listed.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RUNS_TRITON = IS_INTERPRETED or TRITON_DEVICE == "cuda"
+#: The interpreter computes bf16 wrongly: it works on the raw 16-bit integers.
+TRITON_FLOATS = FLOATS if TRITON_DEVICE == "cuda" else (torch.float32, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,19 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     ),
     "uniform": (Implementation("cpu", philox.uniform_cpu),),  # uniform_reference is scalar: it is the expectation
 }
+#: Modules whose implementations must all be listed above (tests/kernels/test_backend.py).
+TRITON_MODULES: list[ModuleType] = []
+
+if RUNS_TRITON:
+    from pico_vllm.kernels import attention_triton
+
+    TRITON_ATTENTION = AttentionOps(
+        attention_triton.prepare_attention_triton,
+        attention_triton.store_kv_triton,
+        attention_triton.paged_attention_triton,
+    )
+    IMPLEMENTATIONS["attention"] += (Implementation("triton", TRITON_ATTENTION, TRITON_DEVICE, TRITON_FLOATS),)
+    TRITON_MODULES += [attention_triton]
 
 
 def each_implementation(op: str, *, equal_to_hf: bool = False) -> pytest.MarkDecorator:
@@ -125,12 +147,15 @@ def each_implementation(op: str, *, equal_to_hf: bool = False) -> pytest.MarkDec
     return pytest.mark.parametrize("impl", chosen, ids=[impl.name for impl in chosen])
 
 
-def each_implementation_and_dtype(op: str, *, equal_to_hf: bool = False) -> pytest.MarkDecorator:
-    """Parametrise ``impl, dtype``."""
+def each_implementation_and_dtype(
+    op: str, *, equal_to_hf: bool = False, dtypes: tuple[torch.dtype, ...] = FLOATS
+) -> pytest.MarkDecorator:
+    """Parametrise ``impl, dtype`` with those of ``dtypes`` that the implementation is tested in."""
     chosen = [
         pytest.param(impl, dtype, id=f"{impl.name}-{str(dtype).removeprefix('torch.')}")
         for impl in IMPLEMENTATIONS[op]
         for dtype in impl.dtypes
+        if dtype in dtypes
         if impl.equals_hf_bitwise or not equal_to_hf
     ]
     return pytest.mark.parametrize("impl, dtype", chosen)

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from kernel_cases import Heads, Step, build_paged_case, random_tensor
-from kernel_implementations import IMPLEMENTATIONS, TOLERANCES, AttentionOps, all_tested_callables, assert_bitwise
+from kernel_implementations import (
+    IMPLEMENTATIONS,
+    TOLERANCES,
+    TRITON_MODULES,
+    AttentionOps,
+    all_tested_callables,
+    assert_bitwise,
+)
 from pico_vllm.kernels import (
     attention,
     embedding,
@@ -23,7 +30,10 @@ from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend, recording
 
 OPS = [field.name for field in dataclasses.fields(KernelBackend) if field.name != "name"]
 BACKENDS = {"reference": REFERENCE, "cpu": CPU}
-MODULES = (attention, embedding, linear, logits_processing, philox, rms_norm, rotary_embedding, sampling, swiglu)
+MODULES = (
+    attention, embedding, linear, logits_processing, philox, rms_norm, rotary_embedding, sampling, swiglu,
+    *TRITON_MODULES,
+)  # fmt: skip
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 
 
