@@ -18,7 +18,7 @@ from kernel_implementations import (
 if not RUNS_TRITON:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from pico_vllm.kernels import attention_prefill
+from pico_vllm.kernels import attention_decode, attention_prefill
 from pico_vllm.kernels.attention_config import AttentionConfig, DecodeConfig, Device, PrefillConfig
 from pico_vllm.kernels.attention_triton import (
     TritonAttentionMetadata,
@@ -97,9 +97,11 @@ def test_every_head_dim_group_and_block_size_is_near_the_oracle(heads, packs_gro
     assert_near_oracle("attention", attend(case, config=TINY if packs_group else TINY_UNPACKED), oracle(case))
 
 
+@pytest.mark.parametrize("combine_block", [2, 32])
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 100])
-def test_any_number_of_splits_gives_the_same_attention(num_sms):
-    # 100 positions are 7 tiles: in splits of 7, 4, 3, 2 or 1 of them.
+def test_any_number_of_splits_gives_the_same_attention(monkeypatch, num_sms, combine_block):
+    """100 positions are 7 tiles, in 1, 2, 3 or 7 splits; they are merged 2 or 32 at a time."""
+    monkeypatch.setattr(attention_decode, "_COMBINE_BLOCK", combine_block)
     case = build(Step(((1, 100), (1, 97), (1, 5)), 3))
     device, config = (
         Device(0, num_sms),
