@@ -70,12 +70,12 @@ _INTERPRETER = Device(architecture=0, num_sms=4)
 #: (architecture, head_dim up to the next power of two, bytes of an element).
 _CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
     (90, 128, 2): AttentionConfig(
-        decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=4),
+        decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=3),
         prefill=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
         short_prefill=PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
     ),
     (90, 64, 2): AttentionConfig(
-        decode=DecodeConfig(block_n=128, num_warps=4, num_stages=3, programs_per_sm=4),
+        decode=DecodeConfig(block_n=128, num_warps=4, num_stages=3, programs_per_sm=3),
         prefill=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
         short_prefill=PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
     ),
