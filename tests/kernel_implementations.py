@@ -144,12 +144,12 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation("cpu", block_copy.scatter_blocks_cpu),
     ),
 }
-
 #: Modules whose implementations must all be listed above (tests/kernels/test_backend.py).
 TRITON_MODULES: list[ModuleType] = []
 
 if RUNS_TRITON:
     from pico_vllm.kernels import (
+        attention_triton,
         block_copy_triton,
         greedy_triton,
         logits_processing_triton,
@@ -160,6 +160,13 @@ if RUNS_TRITON:
         swiglu_triton,
     )
 
+    TRITON_ATTENTION = AttentionOps(
+        attention_triton.prepare_attention_triton,
+        attention_triton.store_kv_triton,
+        attention_triton.paged_attention_triton,
+    )
+    IMPLEMENTATIONS["attention"] += (Implementation("triton", TRITON_ATTENTION, TRITON_DEVICE),)
+    TRITON_MODULES += [attention_triton]
     TRITON_MODULES += [block_copy_triton, greedy_triton, logits_processing_triton, philox_triton, rms_norm_triton]
     TRITON_MODULES += [rotary_embedding_and_store_kv_triton, sampling_triton, swiglu_triton]
     for name, function in {
@@ -188,12 +195,15 @@ def each_implementation(op: str, *, equal_to_hf: bool = False) -> pytest.MarkDec
     return pytest.mark.parametrize("impl", chosen, ids=[impl.name for impl in chosen])
 
 
-def each_implementation_and_dtype(op: str, *, equal_to_hf: bool = False) -> pytest.MarkDecorator:
-    """Parametrise ``impl, dtype``."""
+def each_implementation_and_dtype(
+    op: str, *, equal_to_hf: bool = False, dtypes: tuple[torch.dtype, ...] = FLOATS
+) -> pytest.MarkDecorator:
+    """Parametrise ``impl, dtype`` with those of ``dtypes`` that the implementation is tested in."""
     chosen = [
         pytest.param(impl, dtype, id=f"{impl.name}-{str(dtype).removeprefix('torch.')}")
         for impl in IMPLEMENTATIONS[op]
         for dtype in impl.dtypes
+        if dtype in dtypes
         if impl.equals_hf_bitwise or not equal_to_hf
     ]
     return pytest.mark.parametrize("impl, dtype", chosen)

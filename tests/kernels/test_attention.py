@@ -209,8 +209,7 @@ def test_padding_among_the_decodes_as_a_graph_bucket_has_it_gives_zeros(impl, dt
     assert_bitwise(cache, case.stored_cache)
 
 
-@each_implementation("attention")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_implementation_and_dtype("attention", dtypes=(torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("num_seqs", [1, 7, 8, 12])
 def test_large_equal_parts_of_scores_neither_overflow_nor_swallow_the_small_ones(impl, dtype, num_seqs):
     """36 added to q and k, as by biases: unscaled scores of 83,000 overflow fp16, and in 16 bits they are 64 apart.

@@ -1,14 +1,14 @@
 """TRITON: the backend of GPUs. Importing it imports triton, so whoever needs it imports it where it is chosen.
 
-Matrix products are torch's (cuBLAS) on dense weights, and so are the embedding and the log-probabilities; what has no
-Triton kernel yet (attention) is the vectorised torch of ``CPU``, which runs on any device.
+Matrix products are torch's (cuBLAS) on dense weights, and so are the embedding and the log-probabilities.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from pico_vllm.kernels import attention, linear
+from pico_vllm.kernels import linear
+from pico_vllm.kernels.attention_triton import paged_attention_triton, prepare_attention_triton
 from pico_vllm.kernels.backend import CPU
 from pico_vllm.kernels.block_copy_triton import copy_blocks_triton, gather_blocks_triton, scatter_blocks_triton
 from pico_vllm.kernels.greedy_triton import greedy_triton
@@ -25,9 +25,8 @@ TRITON = dataclasses.replace(
     pack_linear=linear.pack_linear_dense,
     rms_norm=rms_norm_triton,
     add_rms_norm=add_rms_norm_triton,
-    # These two share their metadata; any kind has the slot_mapping that the store between them reads.
-    prepare_attention=attention.prepare_attention_cpu,
-    paged_attention=attention.paged_attention_cpu,
+    prepare_attention=prepare_attention_triton,
+    paged_attention=paged_attention_triton,
     rotary_embedding_and_store_kv=rotary_embedding_and_store_kv_triton,
     swiglu=swiglu_triton,
     greedy=greedy_triton,

@@ -1,0 +1,109 @@
+"""What the two attention kernels share: rows of query heads attend to a range of positions of one paged sequence.
+
+Device functions only. A tile is BLOCK_N consecutive positions of one sequence and KV head; its rows lie in several
+blocks of BLOCK_SIZE, so every row finds its own block in the block table.
+Source: Milakov and Gimelshein 2018 (online softmax); Dao 2023 (FlashAttention-2).
+"""
+
+# pyright: reportArgumentType=false
+# (a constexpr takes a Python value)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rows(
+    base, offsets, dims, is_valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL_VALID: tl.constexpr = False
+) -> tl.tensor:
+    """Rows of HEAD_DIM numbers, [len(offsets), BLOCK_D]; 0 where a row is invalid and past HEAD_DIM."""
+    pointers = base + offsets[:, None] + dims[None, :]
+    if BLOCK_D != HEAD_DIM:
+        rows = tl.load(pointers, mask=is_valid[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif ALL_VALID:
+        rows = tl.load(pointers)
+    else:
+        rows = tl.load(pointers, mask=is_valid[:, None], other=0.0)
+    return rows
+
+
+@triton.jit
+def store_rows(base, offsets, dims, is_valid, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr) -> None:
+    """The inverse of ``load_rows``: nothing is written where a row is invalid, nor past HEAD_DIM."""
+    mask = is_valid[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask = mask & (dims < HEAD_DIM)[None, :]
+    tl.store(base + offsets[:, None] + dims[None, :], rows.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_blocks(block_table, positions, end, BLOCK_SIZE: tl.constexpr):
+    """Block ids of positions; 0 for those at ``end`` and after."""
+    return tl.load(block_table + positions.to(tl.uint32) // BLOCK_SIZE, mask=positions < end, other=0)
+
+
+@triton.jit
+def attend_positions(
+    q,
+    keys,
+    values,
+    block_table,
+    begin,
+    end,
+    last_visible,
+    acc,
+    row_max,
+    row_sum,
+    qk_scale,
+    block_stride,
+    offset_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Continue softmax(scale q k^T) v over the positions [begin, end); begin is a multiple of BLOCK_N.
+
+    With s_j = qk_scale (q . k_j) and qk_scale = scale log2(e) > 0 (exp2 is one instruction), over the positions so far:
+    row_max = max_j s_j, row_sum = sum_j 2^(s_j - row_max), acc = sum_j 2^(s_j - row_max) v_j. All three in fp32; the
+    weights are rounded to v's dtype for the second product.
+
+    Args:
+        q: [BLOCK_M, BLOCK_D], 0 past HEAD_DIM.
+        keys, values: pointers to offset 0 of block 0, for the KV head.
+        block_table: pointer to the sequence's row.
+        last_visible: [BLOCK_M] last position that each row sees.
+        acc: [BLOCK_M, BLOCK_D].
+        row_max, row_sum: [BLOCK_M].
+        MASKED: some row doesn't see all of the range, or it doesn't end with a tile. What lies at ``end`` and after
+            isn't loaded: it may be NaN, and 0 x NaN is NaN.
+
+    Returns:
+        acc, row_max, row_sum.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    blocks = _load_blocks(block_table, begin + tl.arange(0, BLOCK_N), end, BLOCK_SIZE)
+    for tile_start in range(begin, end, BLOCK_N):
+        positions = tile_start + tl.arange(0, BLOCK_N)
+        is_valid = positions < end
+        offsets = blocks.to(tl.int64) * block_stride + positions.to(tl.uint32) % BLOCK_SIZE * offset_stride
+        blocks = _load_blocks(block_table, positions + BLOCK_N, end, BLOCK_SIZE)
+
+        k = load_rows(keys, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, ALL_VALID=not MASKED)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * qk_scale)
+        # A row that has seen nothing yet: -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(tl.fma(scores, qk_scale, -shift[:, None]))
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        row_max = new_max
+
+        v = load_rows(values, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, ALL_VALID=not MASKED)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, row_max, row_sum
