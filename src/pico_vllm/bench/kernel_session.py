@@ -13,11 +13,11 @@ from pico_vllm.bench.kernel_rows import KernelRow
 from pico_vllm.bench.kernels import bench_kernels
 from pico_vllm.bench.records import RecordWriter
 from pico_vllm.bench.runner import Say
+from pico_vllm.config import BACKENDS
 from pico_vllm.errors import ConfigError
-from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
+from pico_vllm.worker.model_runner import resolve_backend
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_BACKENDS: dict[str, KernelBackend] = {"cpu": CPU, "reference": REFERENCE}
 #: What is timed if nobody says: a model that keeps a GPU busy, and one that 2 cores get through in a minute.
 _DEFAULT_SHAPES = {"cuda": "qwen2.5-1.5b", "cpu": "smollm2-135m"}
 
@@ -38,7 +38,7 @@ def run_kernels(
     Args:
         shape: a model of ``SHAPES``; None = the device's default.
         device: to run on.
-        backend: "auto" (what the engine takes), "cpu" or "reference".
+        backend: one of ``BACKENDS``; "auto" is what the engine takes.
         dtype: of ``DTYPES``.
         only: names of ops; None = all.
         out: JSONL file; None = no records.
@@ -51,9 +51,9 @@ def run_kernels(
     shape = shape or _DEFAULT_SHAPES[device.type]
     if shape not in SHAPES:
         raise ConfigError(f"unknown --shape {shape!r}; known: {', '.join(SHAPES)}")
-    if backend not in ("auto", *_BACKENDS):
-        raise ConfigError(f"--backend={backend!r} must be one of auto, {', '.join(_BACKENDS)}")
-    chosen = _BACKENDS["cpu" if backend == "auto" else backend]
+    if backend not in BACKENDS:
+        raise ConfigError(f"--backend={backend!r} must be one of {', '.join(BACKENDS)}")
+    chosen = resolve_backend(backend, device)
 
     def tell(row: KernelRow) -> None:
         outcome = row.error or row.missing or f"{row.fraction:.0%} of the floor's speed"

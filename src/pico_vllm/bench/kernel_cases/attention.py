@@ -1,4 +1,4 @@
-"""The store into the paged KV cache, and attention over it.
+"""Attention over the paged KV cache.
 
 Sequences lie over shuffled blocks, as in an engine that has run for a while. Queries, keys and values are views of one
 fused projection. Torch's attention gets contiguous keys and values: what paging costs is part of the comparison.
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from pico_vllm.bench.kernel_cases.shapes import KernelShapes
     from pico_vllm.kernels.backend import KernelBackend
 
-_SLOT_BYTES = 4  # int32
 _NUM_CHECKED_TOKENS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class PromptStep:
     """Equal sequences, each with its last ``query_len`` tokens new."""
 
     num_seqs: int
@@ -37,68 +36,18 @@ class _Step:
 
     @property
     def num_tokens(self) -> int:
+        """New tokens of all sequences."""
         return self.num_seqs * self.query_len
 
     @property
     def is_decode(self) -> bool:
+        """One new token a sequence."""
         return self.query_len == 1
 
     @property
     def checked_tokens(self) -> list[int]:
+        """Those whose outputs are compared with the oracle."""
         return spread(self.num_tokens, _NUM_CHECKED_TOKENS)
-
-
-# ------------------------------------------------------------------------------------------------------------ store
-def store_kv_cost(num_tokens: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> Cost:
-    """Keys, values and slots in, keys and values out."""
-    keys_and_values = 2 * num_tokens * num_kv_heads * head_dim * element_bytes
-    return Cost(keys_and_values + num_tokens * _SLOT_BYTES, keys_and_values, 0)
-
-
-def store_kv_cases(shapes: KernelShapes, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """The tokens of one prompt."""
-    for num_tokens in shapes.num_tokens:
-        yield _store_kv_case(_Step(1, num_tokens, num_tokens), shapes, dtype)
-
-
-def _store_kv_case(step: _Step, shapes: KernelShapes, dtype: torch.dtype) -> KernelCase:
-    first, last = shapes.num_heads, shapes.num_heads + shapes.num_kv_heads
-
-    def bind(backend: KernelBackend, t: Tensors) -> BoundCall:
-        key, value, kv_cache = t["heads"][:, first:last], t["heads"][:, last:], t["kv_cache"]
-        metadata = _prepare(backend, step, shapes, t)
-
-        def call() -> tuple[torch.Tensor, ...]:
-            backend.store_kv(key, value, kv_cache, metadata)
-            return (kv_cache,)
-
-        return call
-
-    def expected(t: Tensors) -> tuple[torch.Tensor, ...]:
-        stored = {**t, "kv_cache": t["kv_cache"].clone()}
-        return bind(REFERENCE, stored)()
-
-    def bind_torch(t: Tensors) -> BoundCall:
-        by_slot = t["kv_cache"].permute(1, 0, 3, 2, 4)  # [2, num_blocks, block_size, num_kv_heads, head_dim]
-        slots = t["slot_mapping"].long()
-        place = (slots // shapes.block_size, slots % shapes.block_size)
-
-        def call() -> tuple[torch.Tensor, ...]:
-            by_slot[0].index_put_(place, t["heads"][:, first:last])
-            by_slot[1].index_put_(place, t["heads"][:, last:])
-            return (t["kv_cache"],)
-
-        return call
-
-    return KernelCase(
-        name="1 token" if step.num_tokens == 1 else f"{step.num_tokens} tokens",
-        cost=store_kv_cost(step.num_tokens, shapes.num_kv_heads, shapes.head_dim, dtype.itemsize),
-        make=_maker(step, shapes, dtype),
-        bind=bind,
-        expected=expected,
-        baselines=(Baseline("index_put_ twice", bind_torch),),
-        exact=True,
-    )
 
 
 # -------------------------------------------------------------------------------------------------------- attention
@@ -127,22 +76,22 @@ def decode_cases(shapes: KernelShapes, dtype: torch.dtype) -> Iterator[KernelCas
     """One new token a sequence."""
     for num_seqs, context in shapes.decodes:
         name = f"{num_seqs} x {context} context"
-        yield _attention_case(name, _Step(num_seqs, 1, context), shapes, dtype)
+        yield _attention_case(name, PromptStep(num_seqs, 1, context), shapes, dtype)
 
 
 def prefill_cases(shapes: KernelShapes, dtype: torch.dtype) -> Iterator[KernelCase]:
     """One sequence with many new tokens."""
     for num_new, num_cached in shapes.prefills:
         name = f"{num_new} new on {num_cached} cached" if num_cached else f"{num_new} new, causal"
-        yield _attention_case(name, _Step(1, num_new, num_cached + num_new), shapes, dtype)
+        yield _attention_case(name, PromptStep(1, num_new, num_cached + num_new), shapes, dtype)
 
 
-def _attention_case(name: str, step: _Step, shapes: KernelShapes, dtype: torch.dtype) -> KernelCase:
+def _attention_case(name: str, step: PromptStep, shapes: KernelShapes, dtype: torch.dtype) -> KernelCase:
     scale = shapes.head_dim**-0.5
 
     def bind(backend: KernelBackend, t: Tensors) -> BoundCall:
         query, kv_cache = t["heads"][:, : shapes.num_heads], t["kv_cache"]
-        metadata = _prepare(backend, step, shapes, t)
+        metadata = prepare(backend, step, shapes, t)
         return lambda: (backend.paged_attention(query, kv_cache, metadata, scale),)
 
     def expected(t: Tensors) -> tuple[torch.Tensor, ...]:
@@ -173,7 +122,7 @@ def _attention_case(name: str, step: _Step, shapes: KernelShapes, dtype: torch.d
             head_dim=shapes.head_dim,
             element_bytes=dtype.itemsize,
         ),
-        make=_maker(step, shapes, dtype),
+        make=make_inputs(step, shapes, dtype),
         bind=bind,
         expected=expected,
         compared=lambda outputs: (outputs[0][step.checked_tokens],),
@@ -182,7 +131,9 @@ def _attention_case(name: str, step: _Step, shapes: KernelShapes, dtype: torch.d
 
 
 # ----------------------------------------------------------------------------------------------------------- inputs
-def _maker(step: _Step, shapes: KernelShapes, dtype: torch.dtype) -> Callable[[torch.device], Tensors]:
+def make_inputs(step: PromptStep, shapes: KernelShapes, dtype: torch.dtype) -> Callable[[torch.device], Tensors]:
+    """Heads of a step's tokens, a cache that holds their context and has room for them, and the step's indices."""
+
     def make(device: torch.device) -> Tensors:
         g = generator(device)
         size = shapes.block_size
@@ -205,7 +156,8 @@ def _maker(step: _Step, shapes: KernelShapes, dtype: torch.dtype) -> Callable[[t
     return make
 
 
-def _prepare(backend: KernelBackend, step: _Step, shapes: KernelShapes, t: Tensors) -> Any:
+def prepare(backend: KernelBackend, step: PromptStep, shapes: KernelShapes, t: Tensors) -> Any:
+    """The backend's metadata of a step over ``make_inputs``' tensors."""
     inputs = AttentionInputs(
         slot_mapping=t["slot_mapping"],
         block_tables=t["block_tables"],
@@ -226,7 +178,7 @@ _GPU_KERNELS = (
 )
 
 
-def _sdpa_baselines(step: _Step, shapes: KernelShapes) -> tuple[Baseline, ...]:
+def _sdpa_baselines(step: PromptStep, shapes: KernelShapes) -> tuple[Baseline, ...]:
     """Torch's choice on a CPU; on a GPU each of its kernels by name."""
     make = _bind_sdpa_decode if step.is_decode else _bind_sdpa_prefill
 
@@ -242,7 +194,7 @@ def _sdpa_baselines(step: _Step, shapes: KernelShapes) -> tuple[Baseline, ...]:
     return tuple(Baseline(f"{name}, contiguous K/V", binder(kernel)) for name, kernel in choices)
 
 
-def _bind_sdpa_decode(step: _Step, shapes: KernelShapes, t: Tensors, kernel: SDPBackend | None) -> BoundCall:
+def _bind_sdpa_decode(step: PromptStep, shapes: KernelShapes, t: Tensors, kernel: SDPBackend | None) -> BoundCall:
     """The group of a KV head as the queries of one call, so keys and values are read once."""
     keys, values = _contiguous_kv(step, t)
     shape = (step.num_seqs, shapes.num_kv_heads, -1, shapes.head_dim)
@@ -251,7 +203,7 @@ def _bind_sdpa_decode(step: _Step, shapes: KernelShapes, t: Tensors, kernel: SDP
     return lambda: (attend().reshape(step.num_tokens, shapes.num_heads, shapes.head_dim),)
 
 
-def _bind_sdpa_prefill(step: _Step, shapes: KernelShapes, t: Tensors, kernel: SDPBackend | None) -> BoundCall:
+def _bind_sdpa_prefill(step: PromptStep, shapes: KernelShapes, t: Tensors, kernel: SDPBackend | None) -> BoundCall:
     keys, values = _contiguous_kv(step, t)  # [1, num_kv_heads, seq_len, head_dim]
     query = t["heads"][None, :, : shapes.num_heads].transpose(1, 2).contiguous()  # [1, num_heads, query_len, head_dim]
     is_whole = step.query_len == step.seq_len
@@ -291,7 +243,7 @@ def _with_kernel(kernel: SDPBackend | None, attend: Callable[[], torch.Tensor]) 
     return call
 
 
-def _contiguous_kv(step: _Step, t: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def _contiguous_kv(step: PromptStep, t: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, [num_seqs, num_kv_heads, seq_len, head_dim] each, out of the paged cache."""
     blocks = t["kv_cache"][t["block_tables"].long()]  # [num_seqs, num_blocks, 2, num_kv_heads, block_size, head_dim]
     merged = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : step.seq_len]

@@ -66,7 +66,7 @@ def _embedding_case(num_tokens: int, vocab_size: int, hidden_size: int, dtype: t
         return lambda: (backend.embedding(t["ids"], t["weight"]),)
 
     return KernelCase(
-        name=_tokens(num_tokens),
+        name=tokens_name(num_tokens),
         cost=embedding_cost(num_tokens, hidden_size, dtype.itemsize),
         make=make,
         bind=bind,
@@ -102,7 +102,7 @@ def _rms_norm_case(num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Ker
         return (REFERENCE.rms_norm(t["x"][spread(num_tokens)].double(), t["weight"].double(), _EPS),)
 
     return KernelCase(
-        name=_tokens(num_tokens),
+        name=tokens_name(num_tokens),
         cost=rms_norm_cost(num_tokens, hidden_size, dtype.itemsize),
         make=make,
         bind=bind,
@@ -145,7 +145,7 @@ def _add_rms_norm_case(num_tokens: int, hidden_size: int, dtype: torch.dtype) ->
         return call
 
     return KernelCase(
-        name=_tokens(num_tokens),
+        name=tokens_name(num_tokens),
         cost=add_rms_norm_cost(num_tokens, hidden_size, dtype.itemsize),
         make=make,
         bind=bind,
@@ -154,74 +154,6 @@ def _add_rms_norm_case(num_tokens: int, hidden_size: int, dtype: torch.dtype) ->
         baselines=(Baseline("add_ + F.rms_norm", bind_torch),),
         changed=("residual",),
     )
-
-
-# --------------------------------------------------------------------------------------------------------- rotation
-def rotary_embedding_cost(num_tokens: int, num_rotated_heads: int, head_dim: int, element_bytes: int) -> Cost:
-    """Query and key heads in and out, a row of cos and sin a token; 4 products and 2 sums a pair of elements."""
-    heads = num_tokens * num_rotated_heads * head_dim
-    return Cost((heads + num_tokens * head_dim) * element_bytes, heads * element_bytes, 3 * heads)
-
-
-def rotary_embedding_cases(shapes: KernelShapes, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """Query and key heads inside a fused projection."""
-    for num_tokens in shapes.num_tokens:
-        yield _rotary_embedding_case(num_tokens, shapes, dtype)
-
-
-def _rotary_embedding_case(num_tokens: int, shapes: KernelShapes, dtype: torch.dtype) -> KernelCase:
-    num_rotated = shapes.num_heads + shapes.num_kv_heads
-    head_dim = shapes.head_dim
-
-    def make(device: torch.device) -> Tensors:
-        g = generator(device)
-        heads = normal(g, num_tokens, num_rotated + shapes.num_kv_heads, head_dim, dtype=dtype)
-        return {"heads": heads, "cos_sin": cos_sin_rows(num_tokens, head_dim, dtype, device)}
-
-    def bind(backend: KernelBackend, t: Tensors) -> BoundCall:
-        rotated = t["heads"][:, :num_rotated]
-
-        def call() -> tuple[torch.Tensor, ...]:
-            backend.rotary_embedding(rotated, t["cos_sin"])
-            return (rotated,)
-
-        return call
-
-    def expected(t: Tensors) -> tuple[torch.Tensor, ...]:
-        rows = spread(num_tokens)
-        heads = t["heads"][rows, :num_rotated].double()
-        REFERENCE.rotary_embedding(heads, t["cos_sin"][rows].double())
-        return (heads,)
-
-    def bind_torch(t: Tensors) -> BoundCall:
-        rotated = t["heads"][:, :num_rotated]
-        half = head_dim // 2
-        cos, sin = (part[:, None].repeat(1, 1, 2) for part in t["cos_sin"].split(half, dim=-1))
-
-        def call() -> tuple[torch.Tensor, ...]:
-            turned = torch.cat((-rotated[..., half:], rotated[..., :half]), dim=-1)
-            rotated.copy_(rotated * cos + turned * sin)
-            return (rotated,)
-
-        return call
-
-    return KernelCase(
-        name=_tokens(num_tokens),
-        cost=rotary_embedding_cost(num_tokens, num_rotated, head_dim, dtype.itemsize),
-        make=make,
-        bind=bind,
-        expected=expected,
-        compared=rows_of(num_tokens),
-        baselines=(Baseline("rotate_half, copied back", bind_torch),),
-    )
-
-
-def cos_sin_rows(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[num_tokens, head_dim], cos | sin at positions [0, num_tokens)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    positions = torch.arange(num_tokens, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, _ROPE_THETA**-exponents)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------- SwiGLU
@@ -249,7 +181,7 @@ def _swiglu_case(num_tokens: int, intermediate_size: int, dtype: torch.dtype) ->
         return lambda: (F.silu(gate) * up,)
 
     return KernelCase(
-        name=_tokens(num_tokens),
+        name=tokens_name(num_tokens),
         cost=swiglu_cost(num_tokens, intermediate_size, dtype.itemsize),
         make=make,
         bind=bind,
@@ -259,5 +191,14 @@ def _swiglu_case(num_tokens: int, intermediate_size: int, dtype: torch.dtype) ->
     )
 
 
-def _tokens(num_tokens: int) -> str:
+def tokens_name(num_tokens: int) -> str:
+    """The size as a table shows it."""
     return "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
+
+
+def cos_sin_rows(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[num_tokens, head_dim], cos | sin at positions [0, num_tokens)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    positions = torch.arange(num_tokens, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, _ROPE_THETA**-exponents)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)

@@ -3,7 +3,7 @@
 import pytest
 
 from pico_vllm.bench.ceilings import Ceilings
-from pico_vllm.bench.kernel_cases import attention, linear, sampling, tokens
+from pico_vllm.bench.kernel_cases import attention, linear, rotary_and_store, sampling, tokens
 from pico_vllm.bench.kernel_cases.case import Cost
 
 HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4, "element_bytes": 2}
@@ -19,14 +19,14 @@ HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4, "element_bytes": 2}
         # (2 * 3 * 8 + 8) * 2 B; 2 * 24 * 2 B; 5 * 24
         (tokens.add_rms_norm_cost(3, 8, 2), Cost(112, 96, 120)),
         # 3 tokens * (5 heads + 1 row of cos and sin) * 4 * 2 B; 3 * 5 * 4 * 2 B; 30 pairs * 6
-        (tokens.rotary_embedding_cost(3, 5, 4, 2), Cost(144, 120, 180)),
         # 3 * 16 * 2 B; 3 * 8 * 2 B; 5 * 24
         (tokens.swiglu_cost(3, 8, 2), Cost(96, 48, 120)),
         # (3 * 8 + 8 * 16 + 16) * 2 B; 3 * 16 * 2 B; 2 * 3 * 8 * 16 + 3 * 16
         (linear.linear_cost(3, 8, 16, True, 2), Cost(336, 96, 816)),
         (linear.linear_cost(3, 8, 16, False, 2), Cost(304, 96, 768)),
         # 2 (K, V) * 3 tokens * 2 heads * 4 * 2 B + 3 slots * 4 B; the same without slots
-        (attention.store_kv_cost(3, 2, 4, 2), Cost(108, 96, 0)),
+        # 3 tokens x (3 + 2 * 2 heads) x 4 = 84 numbers in and out, 12 of cos and sin, 3 slots; 60 are rotated.
+        (rotary_and_store.rotary_and_store_cost(3, 3, 2, 4, 2), Cost(168 + 24 + 12, 168, 180)),
         # decode, 2 sequences of 5: q 2 * 6 * 4 * 2 B = 96, K and V 2 * 2 * 5 * 2 * 4 * 2 B = 320; 10 pairs * 4 * 24
         (attention.attention_cost(2, 1, 5, **HEADS), Cost(416, 96, 960)),
         # causal, 3 tokens: q 3 * 24 * 2 B = 144, K and V 2 * 3 * 8 * 2 B = 96; (1 + 2 + 3) pairs * 4 * 24
