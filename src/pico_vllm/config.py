@@ -367,6 +367,7 @@ class EngineConfig:
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
         backend: which implementations of the ops: "triton" (needs a GPU of compute capability 8.0), "cpu" (vectorised
             torch, any device), "reference" (naive), or "auto": triton where it can run, else cpu.
+        enforce_eager: capture no CUDA graphs: the start is faster, every step slower. The results are the same.
         seed: seeds requests that name no seed, and dummy weights.
         engine_core_process: run the engine core in a process of its own, so that tokenising and detokenising overlap
             with the next step; the results are the same. ``logits_processors`` need False.
@@ -380,6 +381,7 @@ class EngineConfig:
     load_format: str = "auto"
     device: str = "auto"
     backend: str = "auto"
+    enforce_eager: bool = False
     seed: int = 0
     engine_core_process: bool = False
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -389,6 +391,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_bool("skip_tokenizer_init", self.skip_tokenizer_init)
         _check_bool("engine_core_process", self.engine_core_process)
+        _check_bool("enforce_eager", self.enforce_eager)
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("backend", self.backend, BACKENDS)

@@ -134,6 +134,10 @@ class Qwen2ForCausalLM:
         Returns:
             Logits [num_rows, vocab_size] of the tokens in ``batch.logits_indices``.
         """
+        return self.lm_head(self.hidden_rows(batch, kv_caches))
+
+    def hidden_rows(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``__call__`` without the lm_head: [num_rows, hidden_size], normalised, of the wanted tokens."""
         metadata = self._backend.prepare_attention(
             AttentionInputs(
                 slot_mapping=batch.slot_mapping,
@@ -153,7 +157,7 @@ class Qwen2ForCausalLM:
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
             partial, residual = layer(x, residual, cos_sin, kv_cache, metadata)
             x, residual = next_norm.add(partial, residual)
-        return self.lm_head(x.index_select(0, batch.logits_indices))
+        return x.index_select(0, batch.logits_indices)
 
     @classmethod
     def parameter_specs(cls, config: ModelConfig) -> list[ParameterSpec]:

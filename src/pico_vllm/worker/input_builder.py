@@ -84,6 +84,36 @@ class SamplingBatch:
     prompt_logprobs: PromptLogprobsBatch | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A step laid out on the host: what becomes a ``ForwardBatch``, as numpy arrays, and what sampling needs.
+
+    Attributes:
+        host_ids: [T], 0 where the last sampled id of a row belongs; empty when they all do.
+        positions, slot_mapping, query_start_loc, seq_lens, logits_indices, block_tables: as in ``ForwardBatch``.
+        continued_rows, continued_tokens: sequences that continue with their last sampled id: row and token of each.
+        max_query_len, max_seq_len: bounds.
+        sampled_rows: [S], device row of each sampled one.
+        positions_in_output: [S], index of the sampled token in its request's output.
+        prompt_logprobs: None when nobody asked.
+    """
+
+    host_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    logits_indices: np.ndarray
+    block_tables: np.ndarray
+    continued_rows: np.ndarray
+    continued_tokens: np.ndarray
+    max_query_len: int
+    max_seq_len: int
+    sampled_rows: np.ndarray
+    positions_in_output: np.ndarray
+    prompt_logprobs: PromptLogprobsBatch | None
+
+
 class InputBuilder:
     """Rows on host and device.
 
@@ -120,8 +150,11 @@ class InputBuilder:
         self._rows_with_logprobs: set[int] = set()
         self._rows_with_prompt_logprobs: set[int] = set()
         self._arange = np.arange(max_num_seqs + 1)
+        #: The block tables on the device, for captured decodes; ``_stale_rows`` differ from those of the host.
+        self.block_table_rows = torch.zeros((max_num_seqs, max_blocks_per_seq), dtype=torch.int32, device=device)
+        self._stale_rows: set[int] = set()
         #: The last sampled id of each row; written by ``record_sampled``, read by the next step without a host copy.
-        self._last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
 
     @property
     def num_rows(self) -> int:
@@ -129,11 +162,42 @@ class InputBuilder:
         return len(self._row_of)
 
     def build(self, step: SchedulerOutput) -> tuple[ForwardBatch, SamplingBatch]:
-        """Apply what is new and lay out the step.
+        """Apply what is new and lay out the step on the device.
 
         Returns:
             The batch, and how to sample from its logits. Tensors are new each step.
         """
+        return self.to_device(self.lay_out(step), step.num_decode_reqs)
+
+    def to_device(self, host: HostBatch, num_decode_reqs: int) -> tuple[ForwardBatch, SamplingBatch]:
+        """A step that is laid out, on the device."""
+        sent = self._to_device(
+            host.positions,
+            host.slot_mapping,
+            host.query_start_loc,
+            host.seq_lens,
+            host.logits_indices,
+            host.block_tables.reshape(-1),
+            host.host_ids,
+            host.continued_rows,
+            host.continued_tokens,
+        )
+        batch = ForwardBatch(
+            input_ids=self._input_ids(*sent[6:]),
+            positions=sent[0],
+            slot_mapping=sent[1],
+            query_start_loc=sent[2],
+            seq_lens=sent[3],
+            logits_indices=sent[4],
+            block_tables=sent[5].view(len(host.seq_lens), -1),
+            num_decode_reqs=num_decode_reqs,
+            max_query_len=host.max_query_len,
+            max_seq_len=host.max_seq_len,
+        )
+        return batch, self.sampling(host)
+
+    def lay_out(self, step: SchedulerOutput) -> HostBatch:
+        """Apply what is new and lay out the step on the host."""
         self.drop(step.dropped_request_ids)
         num_seqs = len(step.scheduled)
         rows = np.array([self._update_row(request) for request in step.scheduled])
@@ -159,53 +223,68 @@ class InputBuilder:
         prompt = self._prompt_logprobs(step, rows, query_start_loc) if self._rows_with_prompt_logprobs else None
         logits_indices = query_start_loc[sampled + 1] - 1
         continued = [s for s, request in enumerate(step.scheduled) if not request.new_token_ids]
-        sent = self._to_device(
-            positions,
-            slot_mapping,
-            query_start_loc,
-            seq_lens,
-            logits_indices if prompt is None else np.concatenate((logits_indices, prompt[1])),
-            tables.reshape(-1),
-            sampled_rows,
-            self._host_ids(step, len(continued)),
-            rows[continued],
-            query_start_loc[continued],
-        )
-        batch = ForwardBatch(
-            input_ids=self._input_ids(*sent[7:]),
-            positions=sent[0],
-            slot_mapping=sent[1],
-            query_start_loc=sent[2],
-            seq_lens=sent[3],
-            logits_indices=sent[4],
-            block_tables=sent[5].view(num_seqs, -1),
-            num_decode_reqs=step.num_decode_reqs,
+        return HostBatch(
+            host_ids=self._host_ids(step, len(continued)),
+            positions=positions,
+            slot_mapping=slot_mapping,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            logits_indices=logits_indices if prompt is None else np.concatenate((logits_indices, prompt[1])),
+            block_tables=tables,
+            continued_rows=rows[continued],
+            continued_tokens=query_start_loc[continued],
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-        )
-        positions_in_output = seq_lens[sampled] - self._num_prompt_tokens[sampled_rows]
-        sampling = SamplingBatch(
-            rows=sent[6],
-            host_rows=sampled_rows,
-            host_positions=positions_in_output,
-            random=self._random_sampling(sampled_rows, positions_in_output),
-            num_logprobs=self._logprobs(sampled_rows) if self._rows_with_logprobs else (),
+            sampled_rows=sampled_rows,
+            positions_in_output=seq_lens[sampled] - self._num_prompt_tokens[sampled_rows],
             prompt_logprobs=None if prompt is None else prompt[0],
         )
-        return batch, sampling
+
+    def sampling(self, host: HostBatch) -> SamplingBatch:
+        """How to sample from the logits of a step."""
+        return self._sampling(host.sampled_rows, host.positions_in_output, host.prompt_logprobs)
+
+    def lay_out_decode(self, step: SchedulerOutput) -> tuple[np.ndarray, np.ndarray, np.ndarray, SamplingBatch]:
+        """Apply what is new of a step in which every request continues with its last sampled id.
+
+        Brings ``block_table_rows`` up to date, but for the blocks that this step begins.
+
+        Returns:
+            Row, length with the new token, and the block that begins with it (-1 = none) of each sequence; and how to
+            sample.
+        """
+        self.drop(step.dropped_request_ids)
+        num_seqs = len(step.scheduled)
+        rows = np.fromiter((self._row_of[r.request_id] for r in step.scheduled), np.int64, num_seqs)
+        seq_lens = np.fromiter((r.num_computed_tokens for r in step.scheduled), np.int64, num_seqs) + 1
+        new_block_ids = np.full(num_seqs, -1, dtype=np.int64)
+        for s, request in enumerate(step.scheduled):
+            if request.new_block_ids:
+                (new_block_ids[s],) = request.new_block_ids
+                self._append_blocks(int(rows[s]), request.new_block_ids)
+        if self._stale_rows:
+            self._refresh_block_table_rows()
+        sampling = self._sampling(rows, seq_lens - self._num_prompt_tokens[rows], None)
+        return rows, seq_lens, new_block_ids, sampling
+
+    def adopt_device_rows(self, other: InputBuilder) -> None:
+        """Go on with the device tensors of another one, which captured passes read; what is in them counts no more."""
+        self.block_table_rows = other.block_table_rows
+        self.last_token_ids = other.last_token_ids
 
     def drop(self, request_ids: Sequence[str]) -> None:
         """Free the rows of requests that have ended or were preempted."""
         for request_id in request_ids:
             row = self._row_of.pop(request_id)
             self._free_rows.append(row)
+            self._stale_rows.discard(row)
             self._rows_with_logprobs.discard(row)
             self._rows_with_prompt_logprobs.discard(row)
             self.logits_processors.drop(row)
 
     def record_sampled(self, sampling: SamplingBatch, token_ids: torch.Tensor) -> None:
         """Keep sampled ids ([S] int64) for the next step."""
-        self._last_token_ids[sampling.rows] = token_ids.to(torch.int32)
+        self.last_token_ids[sampling.rows] = token_ids.to(torch.int32)
         self.logits_processors.record(sampling.host_rows, token_ids)
 
     # --------------------------------------------------------------------------------------------------- private
@@ -220,7 +299,7 @@ class InputBuilder:
         self, host_ids: torch.Tensor, continued_rows: torch.Tensor, continued_tokens: torch.Tensor
     ) -> torch.Tensor:
         """[num_tokens] int32: ids from the host, and the last sampled ids of the rows that continue."""
-        last_ids = self._last_token_ids.index_select(0, continued_rows)
+        last_ids = self.last_token_ids.index_select(0, continued_rows)
         if host_ids.shape[0] == 0:
             return last_ids
         return host_ids.index_copy_(0, continued_tokens.long(), last_ids)
@@ -228,11 +307,37 @@ class InputBuilder:
     def _update_row(self, request: ScheduledRequest) -> int:
         row = self._row_of[request.request_id] if request.new_request is None else self._add(request)
         if request.new_block_ids:
-            start = int(self._num_blocks[row])
-            end = start + len(request.new_block_ids)
-            self._block_tables[row, start:end] = request.new_block_ids
-            self._num_blocks[row] = end
+            self._append_blocks(row, request.new_block_ids)
+            self._stale_rows.add(row)
         return row
+
+    def _append_blocks(self, row: int, block_ids: tuple[int, ...]) -> None:
+        start = int(self._num_blocks[row])
+        end = start + len(block_ids)
+        self._block_tables[row, start:end] = block_ids
+        self._num_blocks[row] = end
+
+    def _refresh_block_table_rows(self) -> None:
+        """Copy to the device what has changed since rows were last read there."""
+        stale = np.array(sorted(self._stale_rows))
+        self._stale_rows.clear()
+        width = int(self._num_blocks[stale].max())
+        (rows,) = self._to_device(stale)
+        (tables,) = self._to_device(self._block_tables[stale, :width].reshape(-1))
+        self.block_table_rows[:, :width].index_copy_(0, rows.long(), tables.view(len(stale), width))
+
+    def _sampling(
+        self, rows: np.ndarray, positions_in_output: np.ndarray, prompt_logprobs: PromptLogprobsBatch | None
+    ) -> SamplingBatch:
+        (device_rows,) = self._to_device(rows)
+        return SamplingBatch(
+            rows=device_rows,
+            host_rows=rows,
+            host_positions=positions_in_output,
+            random=self._random_sampling(rows, positions_in_output),
+            num_logprobs=self._logprobs(rows) if self._rows_with_logprobs else (),
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _add(self, request: ScheduledRequest) -> int:
         new = request.new_request

@@ -17,6 +17,7 @@ from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import ParameterPlace, dummy_parameters, load_parameters
 from pico_vllm.scheduler_output import ModelRunnerOutput
+from pico_vllm.worker.cuda_graph import CudaGraphRunner
 from pico_vllm.worker.input_builder import InputBuilder
 from pico_vllm.worker.kv_cache_memory import allocate_kv_caches, resolve_num_blocks
 from pico_vllm.worker.sampler import Sampler
@@ -85,6 +86,11 @@ class ModelRunner:
         rows = (config.scheduler.max_num_seqs, max_blocks_per_seq, block_size, model_config.vocab_size, self.device)
         self._new_rows = partial(InputBuilder, *rows)
         self._rows = self._new_rows()
+        if self.device.type == "cuda":
+            self._pinned_ids = torch.empty(config.scheduler.max_num_seqs, dtype=torch.int64, pin_memory=True)
+            self._ids_are_there = torch.cuda.Event()
+        self._graphs = self._capture(config) if self.device.type == "cuda" and not config.enforce_eager else None
+        self._captured_backend = backend
         #: Seconds of the last step's forward pass and sampling on the host clock, the wait for the ids included.
         self.last_forward_s = 0.0
         #: Called after each step with its plan: who records ops learns whose rows they have computed.
@@ -114,7 +120,27 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Forget every request, in whatever state a failed step has left its row."""
-        self._rows = self._new_rows()
+        fresh = self._new_rows()
+        fresh.adopt_device_rows(self._rows)
+        self._rows = fresh
+
+    @torch.inference_mode()
+    def _capture(self, config: EngineConfig) -> CudaGraphRunner | None:
+        """CUDA graphs of the forward pass, where the backend is Triton's: others look at lengths on the host."""
+        if self.backend.name != "triton":
+            return None
+        from pico_vllm.kernels.decode_inputs_triton import fill_decode_inputs_triton
+
+        return CudaGraphRunner(
+            self._model,
+            self.kv_caches,
+            block_table_rows=self._rows.block_table_rows,
+            last_token_ids=self._rows.last_token_ids,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=self._max_model_len,
+            block_size=config.cache.block_size,
+            fill_decode_inputs=fill_decode_inputs_triton,
+        )
 
     @torch.inference_mode()
     def execute(
@@ -129,14 +155,40 @@ class ModelRunner:
             self._rows.drop(step.dropped_request_ids)
             self.last_forward_s = 0.0
             return ModelRunnerOutput(())
-        batch, sampling = self._rows.build(step)
-        built = time.perf_counter()
-        logits = self._model(batch, self.kv_caches)
+        hidden, sampling, built = self._forward(step)
+        logits = self._model.lm_head(hidden)
         output = self._sample(logits, step, sampling, None if make_masks is None else make_masks())
         self.last_forward_s = time.perf_counter() - built
         if self.step_observer is not None:
             self.step_observer(step)
         return output
+
+    def _forward(self, step: SchedulerOutput) -> tuple[torch.Tensor, SamplingBatch, float]:
+        """Launch the step's forward pass, captured if a capture holds it.
+
+        Returns:
+            Hidden rows of the wanted tokens, how to sample, and when the inputs were ready.
+        """
+        graphs = self._graphs if self._graphs is not None and self.backend is self._captured_backend else None
+        num_seqs = len(step.scheduled)
+        if graphs is not None and not any(request.new_token_ids for request in step.scheduled):
+            size = graphs.decode_size(num_seqs)
+            if size is not None:
+                rows, seq_lens, new_block_ids, sampling = self._rows.lay_out_decode(step)
+                built = time.perf_counter()
+                return graphs.decode(size, rows, seq_lens, new_block_ids), sampling, built
+        if graphs is not None and step.num_tokens <= graphs.max_prompt_tokens:
+            host = self._rows.lay_out(step)
+            size = graphs.prompt_size(step.num_tokens, num_seqs, host.max_seq_len)
+            if size is not None and len(host.logits_indices) <= graphs.max_prompt_seqs:
+                sampling = self._rows.sampling(host)
+                built = time.perf_counter()
+                return graphs.prompt(size, host), sampling, built
+            batch, sampling = self._rows.to_device(host, step.num_decode_reqs)
+        else:
+            batch, sampling = self._rows.build(step)
+        built = time.perf_counter()
+        return self._model.hidden_rows(batch, self.kv_caches), sampling, built
 
     def _sample(
         self, logits: torch.Tensor, step: SchedulerOutput, sampling: SamplingBatch, grammar: GrammarMasks | None
@@ -147,13 +199,23 @@ class ModelRunner:
         masks = None if grammar is None else self._grammar_rows(step, grammar)
         sampled = self._sampler(logits, sampling, self._rows.logits_processors, masks)
         self._rows.record_sampled(sampling, sampled.token_ids)
-        ids = iter(sampled.token_ids.tolist())
+        ids = iter(self._ids_on_host_sync(sampled.token_ids))
         logprobs = iter(sampled.logprobs)
         return ModelRunnerOutput(
             token_ids=tuple((next(ids),) if r.samples else () for r in step.scheduled),
             logprobs=tuple(next(logprobs) if r.samples else () for r in step.scheduled) if sampled.logprobs else (),
             prompt_logprobs=sampled.prompt_logprobs,
         )
+
+    def _ids_on_host_sync(self, token_ids: torch.Tensor) -> list[int]:
+        """Wait for the sampled ids of the step."""
+        if self.device.type != "cuda":
+            return token_ids.tolist()
+        on_host = self._pinned_ids[: len(token_ids)]
+        on_host.copy_(token_ids, non_blocking=True)
+        self._ids_are_there.record()
+        self._ids_are_there.synchronize()
+        return on_host.tolist()
 
     def _grammar_rows(self, step: SchedulerOutput, grammar: GrammarMasks) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Indices among the sampled rows, and the bitmask, on the device."""

@@ -261,7 +261,7 @@ def test_masks_are_made_after_the_forward_pass_has_been_launched(checkpoint, mon
     core = make_llm(checkpoint).engine.core
     core.add_request(Request("a", PROMPTS[0], greedy(6)))
     runner, calls = core.executor.runner, []
-    forward = runner._model
-    monkeypatch.setattr(runner, "_model", lambda *args: calls.append("forward") or forward(*args))
+    forward = runner._model.hidden_rows
+    monkeypatch.setattr(runner._model, "hidden_rows", lambda *args: calls.append("forward") or forward(*args))
     core.executor.execute(core.scheduler.schedule(), lambda: calls.append("masks"))
     assert calls == ["forward", "masks"]

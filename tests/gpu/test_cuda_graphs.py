@@ -1,0 +1,118 @@
+"""CUDA graphs on a GPU: the same tokens and logits as eager steps, at every border of every size, under load."""
+
+import random
+
+import pytest
+import torch
+
+import tiny_models
+from engine_runs import greedy
+from pico_vllm import LLM, SamplingParams
+from pico_vllm.worker.cuda_graph import DECODE_SIZES, PROMPT_SIZES
+
+OPTIONS = {"device": "cuda", "dtype": "float32", "max_num_seqs": 48, "num_gpu_blocks_override": 2000}
+
+
+@pytest.fixture(scope="module", params=["qwen2-gqa6-d64-tied", "qwen3-gqa2-d128-untied"])
+def checkpoint(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    tiny_models.save_tiny_model(tiny_models.MODELS[request.param], directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def graphs(checkpoint):
+    llm = LLM(str(checkpoint), **OPTIONS)
+    assert llm.engine.core.executor.runner._graphs is not None
+    return llm
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint):
+    llm = LLM(str(checkpoint), **OPTIONS, enforce_eager=True)
+    assert llm.engine.core.executor.runner._graphs is None
+    return llm
+
+
+def outputs(llm, prompts, params):
+    found = llm.generate(prompts, params, use_tqdm=False)
+    return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in found]
+
+
+def assert_same(graphs, eager, prompts, params):
+    ours, theirs = outputs(graphs, prompts, params), outputs(eager, prompts, params)
+    assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
+    for (ids, a), (_, b) in zip(ours, theirs, strict=True):
+        assert a == pytest.approx(b, abs=1e-4 * len(ids))
+
+
+@pytest.mark.parametrize("border", [size for size in DECODE_SIZES if size < 48] + [48])
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_decodes_at_the_borders_of_sizes(graphs, eager, border, beside):
+    rng = random.Random(border)
+    num_seqs = border + beside
+    if not 1 <= num_seqs <= 48:
+        pytest.skip("no such batch")
+    prompts = [[rng.randrange(2, 290) for _ in range(rng.randrange(1, 30))] for _ in range(num_seqs)]
+    assert_same(graphs, eager, prompts, greedy(4, logprobs=0))
+
+
+@pytest.mark.parametrize("border", [size for size in PROMPT_SIZES if size < 250])
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_prompts_at_the_borders_of_sizes(graphs, eager, border, beside):
+    rng = random.Random(border)
+    prompts = [[rng.randrange(2, 290) for _ in range(border + beside)]]
+    assert_same(graphs, eager, prompts, greedy(3, logprobs=0))
+
+
+def test_padding_and_unused_blocks_never_matter(graphs, eager):
+    rng = random.Random(1)
+    prompts = [[rng.randrange(2, 290) for _ in range(n)] for n in (1, 15, 16, 17, 33, 100, 200)]
+    for kv_cache in graphs.engine.core.executor.runner.kv_caches:
+        kv_cache.fill_(float("nan"))
+    assert_same(graphs, eager, prompts, greedy(40, logprobs=0))
+
+
+def test_sampling_penalties_and_logprobs_are_those_of_eager_steps(graphs, eager):
+    rng = random.Random(2)
+    prompts = [[rng.randrange(2, 290) for _ in range(rng.randrange(1, 40))] for _ in range(6)]
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.8, seed=1, max_tokens=20, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=1.2, top_k=5, seed=2, max_tokens=20, ignore_eos=True, logprobs=0),
+        SamplingParams(temperature=0.0, repetition_penalty=1.4, max_tokens=20, ignore_eos=True, logprobs=0),
+        SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True, min_p=0.1, logprobs=0),
+        greedy(20, logprobs=5),
+        greedy(1, logprobs=0),
+    ]
+    assert_same(graphs, eager, prompts, params)
+
+
+def test_preemption_under_load(checkpoint, eager):
+    """A pool so small that requests are thrown out and computed anew."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(2, 290) for _ in range(rng.randrange(1, 60))] for _ in range(30)]
+    llm = LLM(str(checkpoint), **(OPTIONS | {"num_gpu_blocks_override": 40}))
+    assert_same(llm, eager, prompts, greedy(40, logprobs=0))
+    assert llm.engine.core.scheduler.num_preemptions > 0
+
+
+def test_two_thousand_requests_with_random_aborts_give_all_memory_back(graphs):
+    rng = random.Random(4)
+    engine = graphs.engine
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    waiting = list(range(2000))
+    while waiting or engine.has_unfinished_requests():
+        while waiting and engine.num_unfinished_requests < 60:
+            i = waiting.pop()
+            prompt = [rng.randrange(2, 290) for _ in range(rng.randrange(1, 50))]
+            temperature = rng.choice([0.0, 0.8])
+            params = SamplingParams(temperature=temperature, max_tokens=rng.randrange(1, 12), ignore_eos=True)
+            engine.add_request(str(i), prompt, params)
+        for delta in engine.step():
+            if delta.finish_reason is None and rng.random() < 0.02:
+                engine.abort(delta.request_id)
+    manager = engine.core.kv_cache_manager
+    assert manager.num_free_blocks == manager.num_blocks
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
