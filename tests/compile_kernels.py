@@ -42,11 +42,12 @@ class Resources:
     stack: int
 
 
-def all_cases() -> dict[str, CompileCase]:
-    """Every case of every list, by name."""
+def all_cases(capability: int) -> dict[str, CompileCase]:
+    """Every case of an architecture, by name: of every module's ``CASES``, or ``compile_cases(capability)``."""
     cases: dict[str, CompileCase] = {}
     for path in sorted(TESTS.glob("compile_cases_*.py")):
-        for case in importlib.import_module(path.stem).CASES:
+        module = importlib.import_module(path.stem)
+        for case in module.CASES if hasattr(module, "CASES") else module.compile_cases(capability):
             assert case.name not in cases, f"two cases are named {case.name}"
             cases[case.name] = case
     return cases
@@ -103,25 +104,40 @@ def compile_and_judge(name: str, capability: int) -> tuple[str, int, Resources |
     """The work of one process: (name, capability, resources, complaint)."""
     allowed = json.loads(ALLOWED_SPILLS.read_text()).get(name, {}).get(f"sm_{capability}", 0)
     try:
-        resources = compile_case(all_cases()[name], capability)
+        resources = compile_case(all_cases(capability)[name], capability)
     except Exception as error:
         return name, capability, None, f"{type(error).__name__}: {str(error).strip()[-300:]}"
     return name, capability, resources, complaint(resources, capability, allowed)
 
 
+def _cell(found: dict[tuple[str, int], Resources | None], job: tuple[str, int]) -> str:
+    """A case is not of every architecture: launch shapes differ."""
+    if job not in found:
+        return "–"
+    resources = found[job]
+    if resources is None:
+        return "failed"
+    return f"{resources.registers:3} {resources.shared / 1024:6.1f} {resources.stack:4}"
+
+
 def main(name_parts: list[str]) -> int:
     """Compile all (or those whose names hold one of the parts), print a table, return the exit status."""
-    names = [name for name in all_cases() if not name_parts or any(part in name for part in name_parts)]
-    jobs = [(name, capability) for name in names for capability in SHARED_MEMORY]
+    jobs = [
+        (name, capability)
+        for capability in SHARED_MEMORY
+        for name in all_cases(capability)
+        if not name_parts or any(part in name for part in name_parts)
+    ]
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn")) as pool:
         results = list(pool.map(compile_and_judge, *zip(*jobs, strict=True))) if jobs else []
+    found = {(name, capability): resources for name, capability, resources, _ in results}
+    names = list(dict.fromkeys(name for name, _ in found))
     width = max(map(len, names), default=0)
     print(f"triton {triton.__version__}: registers a thread, shared memory in KiB, bytes of stack a thread")
     print(" " * width, *(f"{f'sm_{capability}':>17}" for capability in SHARED_MEMORY))
     for name in names:
-        cells = [resources for case, _, resources, _ in results if case == name]
-        shown = ("failed" if r is None else f"{r.registers:3} {r.shared / 1024:6.1f} {r.stack:4}" for r in cells)
-        print(f"{name:<{width}}", *(f"{cell:>17}" for cell in shown))
+        cells = (_cell(found, (name, capability)) for capability in SHARED_MEMORY)
+        print(f"{name:<{width}}", *(f"{cell:>17}" for cell in cells))
     complaints = [f"{name} on sm_{capability}: {why}" for name, capability, _, why in results if why is not None]
     print(f"{len(results)} compiled, {len(complaints)} complaints", *complaints, sep="\n")
     return bool(complaints)

@@ -59,11 +59,12 @@ def test_inputs_are_restored_between_replays():
 
 
 def test_a_gpu_has_every_ceiling_and_gives_its_memory_back():
+    before = torch.cuda.memory_allocated(DEVICE)
     measured = measure_ceilings(DEVICE, quick=True)
     assert list(measured) == ["copy_TBps", "read_TBps", "read_torch_sum_TBps", "matmul_4096_bf16_TFLOPs"]
     assert all(0 < metric["median"] <= metric["best"] for metric in measured.values())
     assert measured["read_TBps"]["what"].startswith("Triton sum over 1 GiB; ")
-    assert torch.cuda.memory_allocated(DEVICE) < 1 << 28
+    assert torch.cuda.memory_allocated(DEVICE) - before < 1 << 20
 
 
 def test_calibration_launches_on_the_gpu():

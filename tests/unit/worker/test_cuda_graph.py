@@ -105,8 +105,9 @@ def test_a_prompt_runs_on_the_smallest_size_that_holds_it(checkpoint, length, us
 def test_the_tokens_are_those_of_eager_steps(checkpoint, block_size, options):
     if block_size == 1 and "num_gpu_blocks_override" not in options:
         options = options | {"num_gpu_blocks_override": 400}
-    params = [greedy(12), SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True), greedy(30),
-              SamplingParams(temperature=0.0, max_tokens=6, repetition_penalty=1.3, ignore_eos=True), greedy(1)]  # fmt: skip
+    sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True)
+    penalised = SamplingParams(temperature=0.0, max_tokens=6, repetition_penalty=1.3, ignore_eos=True)
+    params = [greedy(12), sampled, greedy(30), penalised, greedy(1)]
     expected = ids(make_llm(checkpoint, block_size=block_size, **options).generate(PROMPTS, params, use_tqdm=False))
     llm = make_llm(checkpoint, block_size=block_size, **options)
     used = with_graphs(llm)
