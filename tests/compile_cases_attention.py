@@ -147,10 +147,12 @@ def prefill_case(
         "BLOCK_N": config.block_n,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "BLOCK_S": attention_prefill._SEARCH_BLOCK,
+        "SEPARATES_DIAGONAL": config.separates_diagonal,
         "IS_SPLIT": is_split,
         "PDL": architecture >= 90,
     }
     name = f"prefill {dtype} {group}x{head_dim} tile {config.block_m}x{config.block_n}{' split' * is_split}"
+    name += " one loop" * (not config.separates_diagonal)
     return _case(name, attention_prefill._prefill_kernel, constexprs, dtype, config.num_warps, config.num_stages)
 
 

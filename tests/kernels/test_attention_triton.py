@@ -82,6 +82,14 @@ def test_query_tiles_of_one_head_each_are_near_the_oracle(name):
     assert_near_oracle("attention", attend(case, config=TINY_UNPACKED), oracle(case))
 
 
+@pytest.mark.parametrize("name", ["chunks", "mixed"])
+def test_one_loop_for_full_and_diagonal_tiles_is_near_the_oracle(name):
+    one_loop = dataclasses.replace(PACKED, separates_diagonal=False)
+    case = build(TILED_STEPS[name])
+    config = dataclasses.replace(TINY, prefill=one_loop, short_prefill=one_loop)
+    assert_near_oracle("attention", attend(case, config=config), oracle(case))
+
+
 @pytest.mark.parametrize("packs_group", [True, False])
 @pytest.mark.parametrize(
     "heads",

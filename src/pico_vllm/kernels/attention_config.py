@@ -44,6 +44,7 @@ class PrefillConfig:
         num_warps, num_stages: as Triton means them.
         packs_group: a tile holds all query heads of a KV head, of fewer tokens: one read of K and V serves the group,
             and less of the diagonal tiles is masked away. Else a tile holds one query head.
+        separates_diagonal: full tiles have a loop of their own, without masks; short contexts do better with one loop.
     """
 
     block_m: int
@@ -51,6 +52,7 @@ class PrefillConfig:
     num_warps: int
     num_stages: int
     packs_group: bool = True
+    separates_diagonal: bool = True
 
 
 @dataclass(frozen=True, slots=True)

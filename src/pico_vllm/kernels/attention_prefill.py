@@ -99,6 +99,7 @@ def _prefill_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    SEPARATES_DIAGONAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, h] = sum_j softmax_j(scale q[t, h] . k_j) v_j, j in [0, position of t].
@@ -136,7 +137,9 @@ def _prefill_kernel(
     num_cached = seq_len - query_len
     last_visible = num_cached + rows // HEADS
     last_row = tl.minimum(first_row + BLOCK_M, num_rows) - 1
-    all_visible = tl.maximum((num_cached + first_row // HEADS + 1) // BLOCK_N * BLOCK_N, 0)  # in whole tiles
+    all_visible = 0
+    if SEPARATES_DIAGONAL:
+        all_visible = tl.maximum((num_cached + first_row // HEADS + 1) // BLOCK_N * BLOCK_N, 0)  # in whole tiles
     some_visible = num_cached + last_row // HEADS + 1
 
     # 3. This split's part [begin, end) of them; all splits are the same number of tiles long but the last ones.
@@ -159,10 +162,11 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc, row_max, row_sum = attend_positions(
-        q, keys, values, block_table, blocks, begin, end, BLOCK_N, last_visible, acc, row_max, row_sum, qk_scale,
-        block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=False,
-    )  # fmt: skip
+    if SEPARATES_DIAGONAL:
+        acc, row_max, row_sum = attend_positions(
+            q, keys, values, block_table, blocks, begin, end, BLOCK_N, last_visible, acc, row_max, row_sum, qk_scale,
+            block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=False,
+        )  # fmt: skip
     acc, row_max, row_sum = attend_positions(
         q, keys, values, block_table, diagonal_blocks, diagonal, some_end, BLOCK_N, last_visible, acc, row_max, row_sum,
         qk_scale, block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=True,
@@ -241,6 +245,7 @@ def prefill_attention_triton(
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_S=_SEARCH_BLOCK,
         IS_SPLIT=num_splits > 1,
+        SEPARATES_DIAGONAL=prefill.separates_diagonal,
         PDL=device.launches_early,
         num_warps=prefill.num_warps,
         num_stages=prefill.num_stages,
