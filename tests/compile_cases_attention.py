@@ -104,7 +104,7 @@ def decode_case(
         "FUSED_ROWS": fused_rows,
         "FUSED_SPLITS": fused_splits,
         "IS_SPLIT": is_split,
-        "EVICTION": "evict_first" if config.evicts_first else "",
+        "EVICTS_FIRST": config.evicts_first,
         "PDL": architecture >= 90,
     }
     kind = " split" * is_split + " fused" * (fused_splits > 0)

@@ -75,7 +75,7 @@ def _decode_kernel(
     FUSED_ROWS: tl.constexpr,
     FUSED_SPLITS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    EVICTION: tl.constexpr,
+    EVICTS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, h] = sum_j softmax_j(scale q[t, h] . k_j) v_j over the positions j of one split of one sequence.
@@ -126,7 +126,7 @@ def _decode_kernel(
     acc, row_max, row_sum = attend_positions(
         q, keys, values, block_table, blocks, split * BLOCK_N, seq_len, num_splits * BLOCK_N, last_visible,
         acc, row_max, row_sum, qk_scale, block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
-        MASKED=True, EVICTION=EVICTION,
+        MASKED=True, EVICTS_FIRST=EVICTS_FIRST,
     )  # fmt: skip
 
     # 4. Write; the sum is 0 where a row saw nothing.
@@ -218,7 +218,7 @@ def decode_attention_triton(
         FUSED_ROWS=fused_rows,
         FUSED_SPLITS=max(1, _FUSED_PARTIALS // fused_rows) if is_fused else 0,
         IS_SPLIT=num_splits > 1,
-        EVICTION="evict_first" if decode.evicts_first else "",
+        EVICTS_FIRST=decode.evicts_first,
         PDL=device.launches_early,
         num_warps=decode.num_warps,
         num_stages=num_stages,

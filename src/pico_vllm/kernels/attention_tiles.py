@@ -37,17 +37,18 @@ def load_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ALL_VALID: tl.constexpr = False,
-    EVICTION: tl.constexpr = "",
+    EVICTS_FIRST: tl.constexpr = False,
 ) -> tl.tensor:
     """Rows of HEAD_DIM numbers, [len(offsets), BLOCK_D]; 0 where a row is invalid and past HEAD_DIM."""
     pointers = base + offsets[:, None] + dims[None, :]
+    eviction: tl.constexpr = "evict_first" if EVICTS_FIRST else ""
     if BLOCK_D != HEAD_DIM:
         mask = is_valid[:, None] & (dims < HEAD_DIM)[None, :]
-        rows = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)
+        rows = tl.load(pointers, mask=mask, other=0.0, eviction_policy=eviction)
     elif ALL_VALID:
-        rows = tl.load(pointers, eviction_policy=EVICTION)
+        rows = tl.load(pointers, eviction_policy=eviction)
     else:
-        rows = tl.load(pointers, mask=is_valid[:, None], other=0.0, eviction_policy=EVICTION)
+        rows = tl.load(pointers, mask=is_valid[:, None], other=0.0, eviction_policy=eviction)
     return rows
 
 
@@ -88,7 +89,7 @@ def attend_positions(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
-    EVICTION: tl.constexpr = "",
+    EVICTS_FIRST: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Continue softmax(scale q k^T) v over the tiles of BLOCK_N positions at begin, begin + step, ... before end.
 
@@ -107,7 +108,7 @@ def attend_positions(
         row_max, row_sum: [BLOCK_M].
         MASKED: some row doesn't see all of the range, or it doesn't end with a tile. What lies at ``end`` and after
             isn't loaded: it may be NaN, and 0 x NaN is NaN.
-        EVICTION: of K and V, as ``tl.load`` takes it.
+        EVICTS_FIRST: K and V leave the L2 cache before everything else.
 
     Returns:
         acc, row_max, row_sum.
@@ -118,8 +119,8 @@ def attend_positions(
         is_valid = positions < end
         offsets = blocks.to(tl.int64) * block_stride + positions.to(tl.uint32) % BLOCK_SIZE * offset_stride
         blocks = load_blocks(block_table, positions + step, end, BLOCK_SIZE)
-        k = load_rows(keys, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED, EVICTION)
-        v = load_rows(values, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED, EVICTION)
+        k = load_rows(keys, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED, EVICTS_FIRST)
+        v = load_rows(values, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED, EVICTS_FIRST)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if MASKED:
