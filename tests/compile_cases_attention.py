@@ -105,6 +105,7 @@ def decode_case(
         "FUSED_SPLITS": fused_splits,
         "IS_SPLIT": is_split,
         "EVICTS_FIRST": config.evicts_first,
+        "SUMS_LATE": config.sums_late,
         "PDL": architecture >= 90,
     }
     kind = " split" * is_split + " fused" * (fused_splits > 0)

@@ -126,6 +126,13 @@ def test_any_number_of_splits_gives_the_same_attention(num_sms, merge):
     assert_near_oracle("attention", out, oracle(case))
 
 
+@pytest.mark.parametrize("programs_per_sm", [1, 8])
+def test_sums_after_the_last_tile_are_near_the_oracle(programs_per_sm):
+    case = build(Step(((1, 100), (1, 97), (1, 5), (1, 16)), 4))
+    config = with_decode(programs_per_sm=programs_per_sm, sums_late=True)
+    assert_near_oracle("attention", attend(case, config=config), oracle(case))
+
+
 @pytest.mark.parametrize("max_seq_len", [112, 113])
 def test_a_tile_a_program_and_a_bound_that_would_be_one_more(max_seq_len):
     """2 sequences x 2 KV heads x 7 splits = 28 programs; a bound of 113 positions would be 8 tiles."""

@@ -76,6 +76,7 @@ def _decode_kernel(
     FUSED_SPLITS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     EVICTS_FIRST: tl.constexpr,
+    SUMS_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, h] = sum_j softmax_j(scale q[t, h] . k_j) v_j over the positions j of one split of one sequence.
@@ -122,12 +123,14 @@ def _decode_kernel(
     values = keys + value_offset
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32) if SUMS_LATE else tl.zeros([BLOCK_M], dtype=tl.float32)
     acc, row_max, row_sum = attend_positions(
         q, keys, values, block_table, blocks, split * BLOCK_N, seq_len, num_splits * BLOCK_N, last_visible,
         acc, row_max, row_sum, qk_scale, block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
-        MASKED=True, EVICTS_FIRST=EVICTS_FIRST,
+        MASKED=True, EVICTS_FIRST=EVICTS_FIRST, SUMS_LATE=SUMS_LATE,
     )  # fmt: skip
+    if SUMS_LATE:
+        row_sum = tl.sum(row_sum, axis=1)
 
     # 4. Write; the sum is 0 where a row saw nothing.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -219,6 +222,7 @@ def decode_attention_triton(
         FUSED_SPLITS=max(1, _FUSED_PARTIALS // fused_rows) if is_fused else 0,
         IS_SPLIT=num_splits > 1,
         EVICTS_FIRST=decode.evicts_first,
+        SUMS_LATE=decode.sums_late,
         PDL=device.launches_early,
         num_warps=decode.num_warps,
         num_stages=num_stages,

@@ -90,6 +90,7 @@ def attend_positions(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     EVICTS_FIRST: tl.constexpr = False,
+    SUMS_LATE: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Continue softmax(scale q k^T) v over the tiles of BLOCK_N positions at begin, begin + step, ... before end.
 
@@ -105,7 +106,9 @@ def attend_positions(
         begin, end, step: begin and step are multiples of BLOCK_N.
         last_visible: [BLOCK_M] last position that each row sees.
         acc: [BLOCK_M, BLOCK_D].
-        row_max, row_sum: [BLOCK_M].
+        row_max: [BLOCK_M].
+        row_sum: [BLOCK_M]; with SUMS_LATE [BLOCK_M, BLOCK_N], to be summed by the caller: where the warps of a program
+            share the rows, a sum costs a tile several barriers.
         MASKED: some row doesn't see all of the range, or it doesn't end with a tile. What lies at ``end`` and after
             isn't loaded: it may be NaN, and 0 x NaN is NaN.
         EVICTS_FIRST: K and V leave the L2 cache before everything else.
@@ -130,7 +133,7 @@ def attend_positions(
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(tl.fma(scores, qk_scale, -shift[:, None]))
         rescale = tl.exp2(row_max - shift)
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        row_sum = row_sum * rescale[:, None] + weights if SUMS_LATE else row_sum * rescale + tl.sum(weights, axis=1)
         row_max = new_max
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_max, row_sum
