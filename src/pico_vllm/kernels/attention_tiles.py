@@ -5,7 +5,7 @@ blocks of BLOCK_SIZE, so every row finds its own block in the block table.
 Source: Milakov and Gimelshein 2018 (online softmax); Dao 2023 (FlashAttention-2).
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 # (a constexpr takes a Python value)
 
 from __future__ import annotations
