@@ -6,10 +6,14 @@ from pico_vllm.kernels import attention_config
 from pico_vllm.kernels.attention_config import (
     AttentionConfig,
     Device,
+    MergeConfig,
     PrefillConfig,
+    choose_decode,
+    choose_merge,
     choose_prefill,
     device_of,
     num_kv_splits,
+    num_prefill_splits,
     select_config,
 )
 
@@ -72,7 +76,7 @@ def all_configs() -> list[AttentionConfig]:
 
 @pytest.mark.parametrize("config", all_configs())
 def test_tiles_are_powers_of_two_that_a_matrix_product_takes(config):
-    for shape in (config.decode, config.prefill, config.short_prefill):
+    for shape in (config.decode, config.crowded_decode, config.prefill, config.short_prefill):
         sizes = [value for name, value in dataclasses.asdict(shape).items() if name.startswith("block_")]
         assert sizes and all(size >= 16 and size & (size - 1) == 0 for size in sizes)
         assert shape.num_warps in (1, 2, 4, 8) and shape.num_stages >= 2
@@ -86,6 +90,63 @@ def test_large_prefill_tiles_wait_until_every_sm_has_one():
     assert choose_prefill(config, 12 * 2048, num_sms=132) is large
     assert choose_prefill(config, 128 * 132, num_sms=132) is large
     assert choose_prefill(config, 128 * 132 - 1, num_sms=132) is small
+
+
+def test_more_groups_than_programs_take_the_crowded_shape():
+    config = select_config(90, 128, 2)
+    slots = 132 * config.decode.programs_per_sm
+    assert choose_decode(config, 1, 132) is config.decode
+    assert choose_decode(config, slots, 132) is config.decode
+    assert choose_decode(config, slots + 1, 132) is config.crowded_decode
+
+
+MERGES = (MergeConfig(8, 4, 128, 4), MergeConfig(2, 16, 128, 4), MergeConfig(1, 64, 32, 4))
+
+
+@pytest.mark.parametrize(
+    "num_splits, num_rows, expected",
+    [
+        (2, 8 * 132, MERGES[0]),
+        (4, 8 * 132 - 1, MergeConfig(1, 4, 128, 4)),  # SMs would be idle
+        (5, 6144, MERGES[1]),
+        (17, 12, MERGES[2]),
+        (65, 12, MERGES[2]),  # in several steps
+    ],
+)
+def test_merge_loads_all_splits_at_once_if_it_can(num_splits, num_rows, expected):
+    assert choose_merge(MERGES, num_splits, num_rows, num_sms=132) == expected
+
+
+@pytest.mark.parametrize(
+    "num_programs, max_seq_len, expected",
+    [
+        # 132 SMs; the rounds of programs that the busiest SM runs x the part of the context that each takes.
+        (48, 512, 1),  # a split would be mostly start and end
+        (768, 8192, 1),  # 6 rounds as it is
+        (192, 2048, 1),
+        (132, 8192, 1),  # one full round
+        (140, 8192, 4),  # 2 rounds; 560 programs are 5 rounds of a quarter
+        (48, 8704, 5),  # 1 round of all; 240 programs are 2 rounds of a fifth
+        (96, 8704, 4),  # 384 programs are 3 rounds of a quarter
+        (6, 8704, 16),
+    ],
+)
+def test_prefill_is_split_where_that_ends_sooner_by_hand(num_programs, max_seq_len, expected):
+    assert num_prefill_splits(num_programs, max_seq_len, num_sms=132) == expected
+
+
+@pytest.mark.parametrize("num_programs", [1, 7, 131, 133, 5000])
+@pytest.mark.parametrize("max_seq_len", [1, 511, 512, 1023, 1024, 131072])
+def test_prefill_splits_are_bounded_and_long_enough(num_programs, max_seq_len):
+    splits = num_prefill_splits(num_programs, max_seq_len, num_sms=132)
+    assert 1 <= splits <= 16
+    assert splits == 1 or max_seq_len // splits >= 512
+
+
+def test_only_hopper_and_later_launch_early():
+    assert [Device(architecture, 1).launches_early for architecture in (0, 80, 89, 90, 100, 120)] == [False] * 3 + [
+        True
+    ] * 3
 
 
 def test_tensors_on_the_cpu_are_the_interpreters():

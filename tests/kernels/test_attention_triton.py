@@ -18,8 +18,8 @@ from kernel_implementations import (
 if not RUNS_TRITON:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from pico_vllm.kernels import attention_decode, attention_prefill
-from pico_vllm.kernels.attention_config import AttentionConfig, DecodeConfig, Device, PrefillConfig
+from pico_vllm.kernels import attention_prefill
+from pico_vllm.kernels.attention_config import AttentionConfig, DecodeConfig, Device, MergeConfig, PrefillConfig
 from pico_vllm.kernels.attention_triton import (
     TritonAttentionMetadata,
     paged_attention_triton,
@@ -32,8 +32,9 @@ DECODE = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=8)
 PACKED = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
 UNPACKED = dataclasses.replace(PACKED, packs_group=False)
 #: Tiles as small as they get, so that short contexts have many; 2 decodes x 2 KV heads are split into at most 8.
-TINY = AttentionConfig(DECODE, PACKED, PACKED)
-TINY_UNPACKED = AttentionConfig(DECODE, UNPACKED, UNPACKED)
+MERGES = (MergeConfig(block_rows=4, block_splits=2, block_d=64, num_warps=4), MergeConfig(2, 4, 32, 4))
+TINY = AttentionConfig(DECODE, DECODE, PACKED, PACKED, MERGES)
+TINY_UNPACKED = AttentionConfig(DECODE, DECODE, UNPACKED, UNPACKED, MERGES)
 FOUR_SMS = Device(architecture=0, num_sms=4)
 
 
@@ -41,7 +42,7 @@ def attend(case: PagedCase, **changed_metadata: object) -> torch.Tensor:
     """Store and attend with changed metadata; asserts what padded tokens must give. [num_tokens, num_heads, dim]."""
     cache = case.kv_cache.clone()
     metadata: TritonAttentionMetadata = prepare_attention_triton(case.inputs, case.heads.cache_shape)
-    metadata = dataclasses.replace(metadata, device=FOUR_SMS, **changed_metadata)
+    metadata = dataclasses.replace(metadata, **{"device": FOUR_SMS, **changed_metadata})
     store_kv_triton(case.projected.key, case.projected.value, cache, metadata)
     with uninitialised_memory_is_nan():
         out = paged_attention_triton(case.projected.query, cache, metadata, case.scale)
@@ -81,6 +82,14 @@ def test_query_tiles_of_one_head_each_are_near_the_oracle(name):
     assert_near_oracle("attention", attend(case, config=TINY_UNPACKED), oracle(case))
 
 
+@pytest.mark.parametrize("name", ["chunks", "mixed"])
+def test_one_loop_for_full_and_diagonal_tiles_is_near_the_oracle(name):
+    one_loop = dataclasses.replace(PACKED, separates_diagonal=False)
+    case = build(TILED_STEPS[name])
+    config = dataclasses.replace(TINY, prefill=one_loop, short_prefill=one_loop)
+    assert_near_oracle("attention", attend(case, config=config), oracle(case))
+
+
 @pytest.mark.parametrize("packs_group", [True, False])
 @pytest.mark.parametrize(
     "heads",
@@ -97,22 +106,99 @@ def test_every_head_dim_group_and_block_size_is_near_the_oracle(heads, packs_gro
     assert_near_oracle("attention", attend(case, config=TINY if packs_group else TINY_UNPACKED), oracle(case))
 
 
-@pytest.mark.parametrize("combine_block", [2, 32])
+def with_decode(**changes: object) -> AttentionConfig:
+    decode = dataclasses.replace(DECODE, **changes)
+    return dataclasses.replace(TINY, decode=decode, crowded_decode=decode)
+
+
+def zero_counters(case: PagedCase) -> torch.Tensor:
+    num_counters = case.inputs.num_decode_reqs * case.heads.num_kv_heads
+    return torch.zeros(num_counters, dtype=torch.int32, device=TRITON_DEVICE)
+
+
+@pytest.mark.parametrize("merge", [MergeConfig(4, 2, 64, 4), MergeConfig(1, 8, 16, 2), MergeConfig(16, 16, 128, 4)])
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 100])
-def test_any_number_of_splits_gives_the_same_attention(monkeypatch, num_sms, combine_block):
-    """100 positions are 7 tiles, in 1, 2, 3 or 7 splits; they are merged 2 or 32 at a time."""
-    monkeypatch.setattr(attention_decode, "_COMBINE_BLOCK", combine_block)
+def test_any_number_of_splits_gives_the_same_attention(num_sms, merge):
+    """100 positions are 7 tiles, in 1, 2, 3 or 7 splits; rows and splits are merged in one step or in many."""
     case = build(Step(((1, 100), (1, 97), (1, 5)), 3))
-    device, config = (
-        Device(0, num_sms),
-        dataclasses.replace(TINY, decode=dataclasses.replace(DECODE, programs_per_sm=6)),
-    )
+    config = dataclasses.replace(with_decode(programs_per_sm=6), merges=(merge,))
+    out = attend(case, config=config, device=Device(0, num_sms))
+    assert_near_oracle("attention", out, oracle(case))
+
+
+@pytest.mark.parametrize("programs_per_sm", [1, 8])
+def test_sums_after_the_last_tile_are_near_the_oracle(programs_per_sm):
+    case = build(Step(((1, 100), (1, 97), (1, 5), (1, 16)), 4))
+    config = with_decode(programs_per_sm=programs_per_sm, sums_late=True)
+    assert_near_oracle("attention", attend(case, config=config), oracle(case))
+
+
+@pytest.mark.parametrize("max_seq_len", [112, 113])
+def test_a_tile_a_program_and_a_bound_that_would_be_one_more(max_seq_len):
+    """2 sequences x 2 KV heads x 7 splits = 28 programs; a bound of 113 positions would be 8 tiles."""
+    case = build(Step(((1, 112), (1, 35)), 2))
+    config = with_decode(programs_per_sm=7, evicts_first=True)
+    assert_near_oracle("attention", attend(case, config=config, max_seq_len=max_seq_len), oracle(case))
+
+
+@pytest.mark.parametrize("heads", [SMALL, Heads(num_kv_heads=1, group=8, head_dim=96, block_size=32)], ids=str)
+@pytest.mark.parametrize("max_seq_len", [100, 4096])
+def test_last_program_merges_and_leaves_the_counters_at_zero(max_seq_len, heads):
+    """Fewer splits used than launched, one used, and a padded decode; twice, as two layers share the counters."""
+    case = build(Step(((1, 100), (1, 3), (1, 33)), 3, num_padded_tokens=2, num_padded_seqs=1, bound_slack=9), heads)
+    counters = zero_counters(case)
+    for _ in range(2):
+        config = with_decode(programs_per_sm=24, max_fused_splits=64)
+        out = attend(case, config=config, split_counters=counters, max_seq_len=max_seq_len)
+        assert_near_oracle("attention", out, oracle(case))
+        assert not counters.any()
+
+
+def test_last_program_merges_several_query_tokens_too():
+    case = build(Step(((8, 17), (1, 33), (3, 100)), 3))
+    counters = zero_counters(case)
+    config = with_decode(max_fused_splits=64, programs_per_sm=24)
+    out = attend(case, config=config, split_counters=counters, decode_query_len=8)
+    assert_near_oracle("attention", out, oracle(case))
+    assert not counters.any()
+
+
+@pytest.mark.parametrize("max_fused_splits", [0, 64])
+def test_empty_decodes_among_split_ones_give_zeros(max_fused_splits):
+    step = Step(((1, 1), (1, 100), (1, 1)), 3)
+    case = build(step)
+    seq_lens = case.inputs.seq_lens.clone()
+    seq_lens[[0, 2]] = 0
+    counters, config = zero_counters(case), with_decode(programs_per_sm=24, max_fused_splits=max_fused_splits)
     metadata = dataclasses.replace(
-        prepare_attention_triton(case.inputs, SMALL.cache_shape), device=device, config=config
+        prepare_attention_triton(dataclasses.replace(case.inputs, seq_lens=seq_lens), SMALL.cache_shape),
+        config=config,
+        device=FOUR_SMS,
+        split_counters=counters,
     )
+    case.projected.qkv[[0, 2]] = NAN
+    expected = oracle(case)
+    expected[[0, 2]] = 0.0
     with uninitialised_memory_is_nan():
         out = paged_attention_triton(case.projected.query, case.stored_cache, metadata, case.scale)
-    assert_near_oracle("attention", out, oracle(case))
+    assert_near_oracle("attention", out, expected)
+    assert not counters.any()
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 7])
+def test_prefill_in_splits_is_near_the_oracle(monkeypatch, num_splits):
+    """Splits that end before, in and after the diagonal tiles, and ones that no position is left for."""
+    monkeypatch.setattr(attention_prefill, "num_prefill_splits", lambda *_: num_splits)
+    lens = ((1, 50), (1, 1), (1, 1), (18, 18), (1, 33), (7, 100))
+    case = build(Step(lens, 1, num_padded_tokens=3, num_padded_seqs=2, bound_slack=99))
+    assert_near_oracle("attention", attend(case, config=TINY), oracle(case))
+
+
+def test_prefill_in_splits_leaves_the_decodes_to_the_decode_kernel(monkeypatch):
+    """Under speculation the host doesn't know how many tokens are decodes'; both merges look at all of them."""
+    monkeypatch.setattr(attention_prefill, "num_prefill_splits", lambda *_: 3)
+    case = build(Step(((8, 17), (2, 50), (20, 90), (5, 7)), 2, num_padded_tokens=3))
+    assert_near_oracle("attention", attend(case, config=TINY, decode_query_len=8), oracle(case))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -133,8 +219,7 @@ def test_decodes_of_several_query_tokens_are_causal_among_them(num_decodes):
 
 def test_several_query_tokens_in_one_pass_or_in_many_splits_agree():
     case = build(Step(((4, 100), (2, 17)), 2))
-    whole = dataclasses.replace(TINY, decode=dataclasses.replace(DECODE, programs_per_sm=1))
-    for config in (whole, TINY):
+    for config in (with_decode(programs_per_sm=1), TINY):
         assert_near_oracle("attention", attend(case, config=config, decode_query_len=4), oracle(case))
 
 

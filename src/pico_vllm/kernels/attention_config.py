@@ -6,6 +6,7 @@ nothing of Triton. A fixed choice for every batch (one entry, one split size) wo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -18,14 +19,21 @@ class DecodeConfig:
 
     Attributes:
         block_n: KV positions of a tile.
-        num_warps, num_stages: as Triton means them.
-        programs_per_sm: contexts are split until there are about so many programs.
+        num_warps, num_stages: as Triton means them; programs of few tiles get fewer stages.
+        programs_per_sm: contexts are split until there are about so many programs; no more than an SM holds at once.
+        max_fused_splits: so many splits or fewer are merged by the last program of a sequence and KV head, more by a
+            kernel of their own. 0 = always by a kernel.
+        evicts_first: K and V leave the L2 cache before everything else (Triton 3.6 drops it from asynchronous copies).
+        sums_late: threads add up their own weights, and each other's after the last tile.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    max_fused_splits: int = 0
+    evicts_first: bool = False
+    sums_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,7 @@ class PrefillConfig:
         num_warps, num_stages: as Triton means them.
         packs_group: a tile holds all query heads of a KV head, of fewer tokens: one read of K and V serves the group,
             and less of the diagonal tiles is masked away. Else a tile holds one query head.
+        separates_diagonal: full tiles have a loop of their own, without masks; short contexts do better with one loop.
     """
 
     block_m: int
@@ -45,15 +54,45 @@ class PrefillConfig:
     num_warps: int
     num_stages: int
     packs_group: bool = True
+    separates_diagonal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MergeConfig:
+    """Shape of the kernel that merges splits.
+
+    Attributes:
+        block_rows, block_splits, block_d: rows, splits of each and their elements that a program loads at once.
+        num_warps: as Triton means it.
+    """
+
+    block_rows: int
+    block_splits: int
+    block_d: int
+    num_warps: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Shapes for one architecture, head_dim and element size; ``short_prefill`` when ``prefill`` leaves SMs idle."""
+    """Shapes for one architecture, head_dim and element size.
+
+    Attributes:
+        decode: when its programs hold all pairs of a sequence and a KV head at once.
+        crowded_decode: when there are more of them.
+        prefill: when it has a tile for every SM.
+        short_prefill: when it hasn't.
+        merges: by growing block_splits; see ``choose_merge``.
+    """
 
     decode: DecodeConfig
+    crowded_decode: DecodeConfig
     prefill: PrefillConfig
     short_prefill: PrefillConfig
+    merges: tuple[MergeConfig, ...] = (
+        MergeConfig(block_rows=8, block_splits=4, block_d=128, num_warps=4),
+        MergeConfig(block_rows=2, block_splits=16, block_d=128, num_warps=4),
+        MergeConfig(block_rows=1, block_splits=64, block_d=32, num_warps=4),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +102,29 @@ class Device:
     architecture: int
     num_sms: int
 
+    @property
+    def launches_early(self) -> bool:
+        """It has programmatic dependent launch."""
+        return self.architecture >= 90
+
 
 #: Triton's interpreter: few programs, but more than one split.
 _INTERPRETER = Device(architecture=0, num_sms=4)
 
+#: Of a prefill: 16 splits of a row are merged in one step; a split of fewer positions is mostly start and end.
+_MAX_PREFILL_SPLITS, _MIN_SPLIT_POSITIONS = 16, 512
+
 #: (architecture, head_dim up to the next power of two, bytes of an element).
 _CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
     (90, 128, 2): AttentionConfig(
-        decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=3),
+        decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2),
+        crowded_decode=DecodeConfig(block_n=32, num_warps=2, num_stages=4, programs_per_sm=4),
         prefill=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
         short_prefill=PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
     ),
     (90, 64, 2): AttentionConfig(
-        decode=DecodeConfig(block_n=128, num_warps=4, num_stages=3, programs_per_sm=3),
+        decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2),
+        crowded_decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=4),
         prefill=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
         short_prefill=PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
     ),
@@ -101,20 +150,49 @@ def select_config(architecture: int, block_d: int, element_size: int) -> Attenti
     block_n = max(16, min(64, 8192 // row_bytes))
     block_m = min(64, 16384 // row_bytes) if element_size == 2 else 16  # exact fp32 products take many registers
     prefill = PrefillConfig(block_m, block_n, num_warps=4, num_stages=3 if element_size == 2 else 2)
-    return AttentionConfig(DecodeConfig(block_n, num_warps=4, num_stages=3, programs_per_sm=4), prefill, prefill)
+    decode = DecodeConfig(block_n, num_warps=4, num_stages=3, programs_per_sm=4)
+    return AttentionConfig(decode, decode, prefill, prefill)
+
+
+def choose_decode(config: AttentionConfig, num_groups: int, num_sms: int) -> DecodeConfig:
+    """The shape that runs all groups at once, as far as there is one.
+
+    Args:
+        config: of the device.
+        num_groups: pairs of a sequence and a KV head.
+        num_sms: of the device.
+    """
+    return config.decode if num_groups <= config.decode.programs_per_sm * num_sms else config.crowded_decode
 
 
 def num_kv_splits(num_groups: int, max_seq_len: int, block_n: int, num_programs: int) -> int:
     """Splits of each context so that about ``num_programs`` programs decode, each with a tile or more.
 
+    Programs that run at once share the bandwidth evenly: an SM with one less costs nothing, but a few programs more
+    than run at once cost a second wave (64 x 4096 on an H200: 77.0 µs in 384 programs, 88.1 in 512).
+
     Args:
         num_groups: pairs of a sequence and a KV head.
         max_seq_len: bound of the lengths.
         block_n: positions of a tile.
-        num_programs: wanted; enough groups by themselves aren't split.
+        num_programs: as many as run at once. More groups than that aren't split: the second wave of 256 x 1024 costs
+            less than the merge of two halves (81 against 90 µs).
     """
     max_tiles = -(-max_seq_len // block_n)
     return max(1, min(max_tiles, num_programs // num_groups))
+
+
+def choose_merge(merges: tuple[MergeConfig, ...], num_splits: int, num_rows: int, num_sms: int) -> MergeConfig:
+    """The first shape that loads all splits at once, else the last; with one row a program while SMs are idle.
+
+    Args:
+        merges: by growing block_splits.
+        num_splits: of every row.
+        num_rows: query heads x tokens.
+        num_sms: of the device.
+    """
+    merge = next((merge for merge in merges if merge.block_splits >= num_splits), merges[-1])
+    return merge if num_rows >= num_sms * merge.block_rows else dataclasses.replace(merge, block_rows=1)
 
 
 def choose_prefill(config: AttentionConfig, num_rows: int, num_sms: int) -> PrefillConfig:
@@ -126,3 +204,24 @@ def choose_prefill(config: AttentionConfig, num_rows: int, num_sms: int) -> Pref
         num_sms: of the device.
     """
     return config.prefill if num_rows >= num_sms * config.prefill.block_m else config.short_prefill
+
+
+def num_prefill_splits(num_programs: int, max_seq_len: int, num_sms: int) -> int:
+    """Splits of the positions that each query tile sees: the number that should end first.
+
+    Unit of the costs: the time that an SM takes for a position of a tile, 20 ns for 128 rows on an H200. A program
+    takes its positions and as long as 256 to start and end; partial results, written and read, cost the device 2 a
+    program; the merge as a further kernel costs 256.
+
+    Args:
+        num_programs: query tiles x groups of heads.
+        max_seq_len: bound of the lengths.
+        num_sms: of the device.
+    """
+
+    def cost(num_splits: int) -> float:
+        rounds = -(-num_programs * num_splits // num_sms)
+        merge = 2 * num_programs * num_splits + 256 if num_splits > 1 else 0
+        return rounds * (max_seq_len / num_splits + 256) + merge
+
+    return min(range(1, max(1, min(_MAX_PREFILL_SPLITS, max_seq_len // _MIN_SPLIT_POSITIONS)) + 1), key=cost)

@@ -1,11 +1,16 @@
 """Decode attention: one query token a sequence (up to eight under speculation) against a long paged context.
 
 A decode reads every K and V once and computes almost nothing, so all SMs must read: the context of a sequence is split
-among programs, and a second kernel merges what they found (Dao et al. 2023, flash-decoding). The query heads that share
-a KV head, times the query tokens, are the rows of one small matrix product.
+among programs, and what they found is merged (Dao et al. 2023, flash-decoding). The query heads that share a KV head,
+times the query tokens, are the rows of one small matrix product.
 
-The split *count* comes from host bounds, each split's *range* from the length on the device: a CUDA graph captured for
-32k positions decodes 500 of them on as many programs as there are tiles.
+The number of splits comes from host bounds; split i has the tiles i, i + num_splits, ... that the length on the device
+leaves: a CUDA graph captured for 32k positions decodes 500 of them on as many programs as there are tiles, and a
+program knows its first tile before it knows the length.
+
+At batch 1 latency is all. What waits for what in a program of one tile: launch > length, block ids, q > K and V >
+product, softmax, product > partial result > (next kernel) > partial results > sum > store. So three waits on memory,
+against six of a kernel that asks for the length, then blocks, then K, then V, and for the length again to merge.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -20,24 +25,25 @@ import torch
 import triton
 import triton.language as tl
 
-from pico_vllm.kernels.attention_config import DecodeConfig, num_kv_splits
-from pico_vllm.kernels.attention_tiles import attend_positions, load_rows, store_rows
+from pico_vllm.kernels.attention_config import AttentionConfig, choose_decode, choose_merge, num_kv_splits
+from pico_vllm.kernels.attention_merge import allocate_partials, merge_rows, merge_splits
+from pico_vllm.kernels.attention_tiles import (
+    attend_positions,
+    load_blocks,
+    load_rows,
+    start_after_predecessors,
+    store_rows,
+)
 
 if TYPE_CHECKING:
     from pico_vllm.kernels.attention_triton import TritonAttentionMetadata
 
-#: Partial results that one step of the merge loads.
-_COMBINE_BLOCK = 32
-
-
-@triton.jit
-def _positions_per_split(seq_len, num_splits, BLOCK_N: tl.constexpr):
-    """n, so that split i has the positions [i * n, (i + 1) * n) of the sequence: whole tiles, one or more."""
-    return tl.maximum(tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits), 1) * BLOCK_N
+#: Partial rows that the last program of a group loads at once.
+_FUSED_PARTIALS = 64
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"],
+    do_not_specialize=["table_stride", "table_positions"],
     do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
 )
 def _decode_kernel(
@@ -46,6 +52,7 @@ def _decode_kernel(
     out,
     partial_out,
     partial_lse,
+    split_counters,
     block_tables,
     query_start_loc,
     seq_lens,
@@ -57,128 +64,98 @@ def _decode_kernel(
     kv_head_stride,
     offset_stride,
     table_stride,
+    table_positions,
     GROUP: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FUSED_ROWS: tl.constexpr,
+    FUSED_SPLITS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    EVICTS_FIRST: tl.constexpr,
+    SUMS_LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[t, h] = sum_j softmax_j(scale q[t, h] . k_j) v_j over the positions j of one split of one sequence.
 
-    Grid: (num_kv_heads, num_splits, num_seqs). A program computes the NUM_ROWS = query length x GROUP rows of one KV
-    head: row r is query token r // GROUP and query head r % GROUP of the group. Unsplit, it writes ``out``; split, the
-    split's normalised result and log2 of its sum of weights, both fp32, for ``_combine_kernel``. Splits past the
-    sequence write nothing. Rows past the sequence's query tokens and up to BLOCK_M compute on zeros and aren't stored;
+    Grid: (num_kv_heads, num_splits, num_seqs). A program computes the QUERY_LEN x GROUP rows of one KV head: row r is
+    query token r // GROUP and query head r % GROUP of the group. Unsplit, it writes ``out``; split, what
+    ``attention_merge`` needs, and with FUSED_SPLITS > 0 the last program to arrive merges (and sets the counter back to
+    0 for the next launch). Rows past the sequence's query tokens and up to BLOCK_M compute on zeros and aren't stored;
     a sequence of length 0 gives rows of 0. Accumulates in fp32.
     """
+    start_after_predecessors(PDL)
     kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_kv_heads, num_splits = tl.num_programs(0), tl.num_programs(1)
 
-    # 1. The positions [begin, end) of this split.
+    # 1. What needs no other load: the length, the first tile's blocks, and the query rows of a sequence of one token.
     seq_len = tl.load(seq_lens + seq)
-    span = _positions_per_split(seq_len, num_splits, BLOCK_N)
-    begin = split * span
-    end = tl.minimum(begin + span, seq_len)
-    if IS_SPLIT and begin >= seq_len:
-        return
-
-    # 2. The query rows.
-    first_token = tl.load(query_start_loc + seq)
-    query_len = tl.load(query_start_loc + seq + 1) - first_token
+    positions = split * BLOCK_N + tl.arange(0, BLOCK_N)
+    block_table = block_tables + seq * table_stride
+    blocks = load_blocks(block_table, positions, table_positions, BLOCK_SIZE)
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    tokens = (first_token + rows // GROUP).to(tl.int64)
+    if QUERY_LEN == 1:
+        first_token, query_len = seq, 1
+    else:
+        first_token = tl.load(query_start_loc + seq).to(tl.int64)
+        query_len = (tl.load(query_start_loc + seq + 1) - first_token).to(tl.int32)
+    tokens = first_token + rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     is_row = rows < query_len * GROUP
-    last_visible = seq_len - query_len + rows // GROUP
-    query_offsets = tokens * query_token_stride + heads * query_head_stride
-    q = load_rows(query, query_offsets, dims, is_row, HEAD_DIM, BLOCK_D)
+    q = load_rows(query, tokens * query_token_stride + heads * query_head_stride, dims, is_row, HEAD_DIM, BLOCK_D)
+    head_rows = tokens * (num_kv_heads * GROUP) + heads  # of out
 
-    # 3. Online softmax over the tiles.
-    keys = kv_cache + kv_head * kv_head_stride
-    values = keys + value_offset
-    block_table = block_tables + seq * table_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc, row_max, row_sum = attend_positions(
-        q, keys, values, block_table, begin, end, last_visible, acc, row_max, row_sum, qk_scale,
-        block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=True,
-    )  # fmt: skip
-
-    # 4. Write; the sum is 0 where a row saw nothing.
-    is_empty = row_sum == 0.0
-    row_sum = tl.where(is_empty, 1.0, row_sum)
-    result = acc / row_sum[:, None]
-    if IS_SPLIT:
-        row_base = ((seq * num_kv_heads + kv_head) * num_splits + split) * NUM_ROWS
-        store_rows(partial_out, (row_base + rows) * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
-        tl.store(partial_lse + row_base + rows, row_max + tl.log2(row_sum), mask=is_row)
-    else:
-        out_offsets = (tokens * (num_kv_heads * GROUP) + heads) * HEAD_DIM
-        store_rows(out, out_offsets, dims, is_row, result, HEAD_DIM, BLOCK_D)
-
-
-@triton.jit(
-    do_not_specialize=["num_splits"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
-)
-def _combine_kernel(
-    out,
-    partial_out,
-    partial_lse,
-    query_start_loc,
-    seq_lens,
-    num_splits,
-    GROUP: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """out[t, h] = sum_s w_s partial_out_s / sum_s w_s with w_s = 2^partial_lse_s, over the splits s of a sequence.
-
-    Grid: (num_kv_heads x NUM_ROWS, num_seqs). A program merges one row, BLOCK_S splits at a time, in fp32. Rows past
-    the sequence's query tokens aren't written; a sequence of length 0 has no splits and gives 0.
-    """
-    head_row, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    num_kv_heads = tl.num_programs(0) // NUM_ROWS
-    kv_head, row = head_row // NUM_ROWS, head_row % NUM_ROWS
-    first_token = tl.load(query_start_loc + seq)
-    query_len = tl.load(query_start_loc + seq + 1) - first_token
-    if row >= query_len * GROUP:
+    # 2. Splits past the sequence have nothing to say; one at least says that the length is 0.
+    num_used = tl.minimum(tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1), num_splits)
+    if IS_SPLIT and split >= num_used:
+        if FUSED_SPLITS == 0:
+            nothing = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+            tl.store(partial_lse + head_rows * num_splits + split, nothing, mask=is_row)
         return
 
-    seq_len = tl.load(seq_lens + seq)
-    num_used = tl.cdiv(seq_len, _positions_per_split(seq_len, num_splits, BLOCK_N))
-    row_base = (seq * num_kv_heads + kv_head) * num_splits * NUM_ROWS + row
-    dims = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-    max_lse = -float("inf")
-    total = 0.0
-    for first_split in range(0, num_used, BLOCK_S):
-        splits = first_split + tl.arange(0, BLOCK_S)
-        is_used = splits < num_used
-        split_rows = row_base + splits * NUM_ROWS
-        lse = tl.load(partial_lse + split_rows, mask=is_used, other=float("-inf"))
-        partial = load_rows(partial_out, split_rows * HEAD_DIM, dims, is_used, HEAD_DIM, BLOCK_D)
-        # Every row sees position 0, which is in split 0: the maximum is finite from the first step on.
-        new_max = tl.maximum(max_lse, tl.max(lse, axis=0))
-        weights = tl.exp2(lse - new_max)
-        rescale = tl.exp2(max_lse - new_max)
-        total = total * rescale + tl.sum(weights, axis=0)
-        acc = acc * rescale + tl.sum(partial * weights[:, None], axis=0)
-        max_lse = new_max
+    # 3. Online softmax over the tiles.
+    last_visible = seq_len - query_len + rows // GROUP
+    keys = kv_cache + kv_head * kv_head_stride
+    values = keys + value_offset
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32) if SUMS_LATE else tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc, row_max, row_sum = attend_positions(
+        q, keys, values, block_table, blocks, split * BLOCK_N, seq_len, num_splits * BLOCK_N, last_visible,
+        acc, row_max, row_sum, qk_scale, block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+        MASKED=True, EVICTS_FIRST=EVICTS_FIRST, SUMS_LATE=SUMS_LATE,
+    )  # fmt: skip
+    if SUMS_LATE:
+        row_sum = tl.sum(row_sum, axis=1)
 
-    result = acc / tl.where(total == 0.0, 1.0, total)
-    token = first_token.to(tl.int64) + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    out_row = out + (token * (num_kv_heads * GROUP) + head) * HEAD_DIM
-    tl.store(out_row + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    # 4. Write; the sum is 0 where a row saw nothing.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    result = acc * (1.0 / row_sum)[:, None]
+    if IS_SPLIT:
+        split_rows = head_rows * num_splits + split
+        store_rows(partial_out, split_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
+        tl.store(partial_lse + split_rows, row_max + tl.log2(row_sum), mask=is_row)
+    else:
+        store_rows(out, head_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
+
+    # 5. The last to arrive has everybody's results before it: all threads' stores, then one release and acquire.
+    if FUSED_SPLITS > 0:
+        tl.debug_barrier()
+        counter = split_counters + seq * num_kv_heads + kv_head
+        num_arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if num_arrived == num_used - 1:
+            tl.store(counter, 0)
+            r = tl.arange(0, FUSED_ROWS)
+            out_rows = (first_token + r // GROUP) * (num_kv_heads * GROUP) + kv_head * GROUP + r % GROUP
+            is_out = r < query_len * GROUP
+            merged = merge_rows(
+                partial_out, partial_lse, out_rows, is_out, dims, num_used, num_splits, HEAD_DIM, FUSED_SPLITS
+            )
+            store_rows(out, out_rows * HEAD_DIM, dims, is_out, merged, HEAD_DIM, BLOCK_D)
 
 
 def decode_attention_triton(
@@ -187,7 +164,7 @@ def decode_attention_triton(
     out: torch.Tensor,
     metadata: TritonAttentionMetadata,
     scale: float,
-    config: DecodeConfig,
+    config: AttentionConfig,
 ) -> None:
     """Attend from the decodes of a step; writes their rows of ``out``.
 
@@ -195,27 +172,33 @@ def decode_attention_triton(
         query: [num_tokens, num_heads, head_dim], rows contiguous.
         kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], rows contiguous.
         out: [num_tokens, num_heads, head_dim], contiguous.
-        metadata: of this step; its first ``num_decode_reqs`` sequences have at most ``decode_query_len`` tokens each.
+        metadata: of this step; its first ``num_decode_reqs`` sequences have at most ``decode_query_len`` tokens each,
+            and exactly one if that is 1.
         scale: factor on the scores, above 0.
-        config: shape of the launch.
+        config: of the device.
     """
-    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
-    group = query.shape[1] // num_kv_heads
-    num_seqs, num_rows = metadata.num_decode_reqs, metadata.decode_query_len * group
-    num_programs = config.programs_per_sm * metadata.device.num_sms
-    num_splits = num_kv_splits(num_seqs * num_kv_heads, metadata.max_seq_len, config.block_n, num_programs)
-    partial_out = partial_lse = out
-    if num_splits > 1:
-        partial_rows = (num_seqs, num_kv_heads, num_splits, num_rows)
-        partial_out = torch.empty((*partial_rows, head_dim), dtype=torch.float32, device=out.device)
-        partial_lse = torch.empty(partial_rows, dtype=torch.float32, device=out.device)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    group, device = num_heads // num_kv_heads, metadata.device
+    num_seqs, query_len = metadata.num_decode_reqs, metadata.decode_query_len
+    num_groups = num_seqs * num_kv_heads
+    decode = choose_decode(config, num_groups, device.num_sms)
+    num_programs = decode.programs_per_sm * device.num_sms
+    num_splits = num_kv_splits(num_groups, metadata.max_seq_len, decode.block_n, num_programs)
+    max_tiles = -(-metadata.max_seq_len // (num_splits * decode.block_n))
+    num_stages = min(decode.num_stages, max_tiles + 1)  # what a program of one tile would prefetch is only overhead
+    counters = metadata.split_counters
+    is_fused = counters is not None and 1 < num_splits <= decode.max_fused_splits
+    num_decode_tokens = min(num_tokens, num_seqs * query_len)  # at most
+    partial_out, partial_lse = allocate_partials(num_decode_tokens, num_splits, out)
+    fused_rows = triton.next_power_of_2(query_len * group)
     _decode_kernel[(num_kv_heads, num_splits, num_seqs)](
         query,
         kv_cache,
         out,
         partial_out,
         partial_lse,
+        counters if is_fused else metadata.seq_lens,
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
@@ -227,30 +210,24 @@ def decode_attention_triton(
         kv_cache.stride(2),
         kv_cache.stride(3),
         metadata.block_tables.stride(0),
+        metadata.block_tables.shape[1] * block_size,
         GROUP=group,
-        NUM_ROWS=num_rows,
+        QUERY_LEN=query_len,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
-        BLOCK_N=config.block_n,
-        BLOCK_D=block_d,
+        BLOCK_M=max(16, fused_rows),
+        BLOCK_N=decode.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        FUSED_ROWS=fused_rows,
+        FUSED_SPLITS=max(1, _FUSED_PARTIALS // fused_rows) if is_fused else 0,
         IS_SPLIT=num_splits > 1,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        EVICTS_FIRST=decode.evicts_first,
+        SUMS_LATE=decode.sums_late,
+        PDL=device.launches_early,
+        num_warps=decode.num_warps,
+        num_stages=num_stages,
+        launch_pdl=device.launches_early,
     )
-    if num_splits > 1:
-        _combine_kernel[(num_kv_heads * num_rows, num_seqs)](
-            out,
-            partial_out,
-            partial_lse,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            num_splits,
-            GROUP=group,
-            NUM_ROWS=num_rows,
-            HEAD_DIM=head_dim,
-            BLOCK_N=config.block_n,
-            BLOCK_S=_COMBINE_BLOCK,
-            BLOCK_D=block_d,
-            num_warps=4,
-        )
+    if num_splits > 1 and not is_fused:
+        merge = choose_merge(config.merges, num_splits, num_decode_tokens * num_heads, device.num_sms)
+        merge_splits(out, partial_out, partial_lse, metadata.query_start_loc, num_seqs, merge, device, decodes=True)

@@ -19,8 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pico_vllm.kernels.attention_config import PrefillConfig
-from pico_vllm.kernels.attention_tiles import attend_positions, load_rows, store_rows
+from pico_vllm.kernels.attention_config import AttentionConfig, choose_merge, choose_prefill, num_prefill_splits
+from pico_vllm.kernels.attention_merge import allocate_partials, merge_splits
+from pico_vllm.kernels.attention_tiles import (
+    attend_positions,
+    load_blocks,
+    load_rows,
+    start_after_predecessors,
+    store_rows,
+)
 
 if TYPE_CHECKING:
     from pico_vllm.kernels.attention_triton import TritonAttentionMetadata
@@ -31,25 +38,32 @@ _SEARCH_BLOCK = 256
 
 @triton.jit
 def _find_tile(
-    query_start_loc, tile, first_seq, num_seqs, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr
+    query_start_loc,
+    tile,
+    first_seq,
+    num_seqs,
+    num_tokens,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
-    """Which sequence the tile belongs to, and which of its tiles it is.
+    """Which sequence the tile belongs to, which of its tiles it is, and the sequence's tokens [start, end).
 
     Sequence i, counted from ``first_seq``, has its first tile at floor(rows before it / BLOCK_M) + i: never too close
     to the next one, because floor(a + b) + 1 >= floor(a) + ceil(b). Index ``num_seqs`` stands for the tokens after the
-    last sequence.
+    last sequence. Starts grow with the index, so the sequence's own is the largest one of those that have begun.
     """
     first_token = tl.load(query_start_loc + first_seq)
-    num_started = 0
+    num_started, start, end = 0, first_token, num_tokens
     for first in range(first_seq, num_seqs + 1, BLOCK_S):
         seqs = first + tl.arange(0, BLOCK_S)
-        starts = tl.load(query_start_loc + seqs, mask=seqs <= num_seqs, other=0)
+        starts = tl.load(query_start_loc + seqs, mask=seqs <= num_seqs, other=num_tokens)
         first_tiles = (starts - first_token) * HEADS // BLOCK_M + seqs - first_seq
         is_started = (first_tiles <= tile) & (seqs <= num_seqs)
         num_started = num_started + tl.sum(is_started.to(tl.int32), axis=0)
-    seq = first_seq + num_started - 1
-    start = tl.load(query_start_loc + seq)
-    return seq, tile - (start - first_token) * HEADS // BLOCK_M - num_started + 1
+        start = tl.maximum(start, tl.max(tl.where(is_started, starts, 0), axis=0))
+        end = tl.minimum(end, tl.min(tl.where(is_started, num_tokens, starts), axis=0))
+    return first_seq + num_started - 1, tile - (start - first_token) * HEADS // BLOCK_M - num_started + 1, start, end
 
 
 @triton.jit(
@@ -60,6 +74,8 @@ def _prefill_kernel(
     query,
     kv_cache,
     out,
+    partial_out,
+    partial_lse,
     block_tables,
     query_start_loc,
     seq_lens,
@@ -82,21 +98,29 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    SEPARATES_DIAGONAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[t, h] = sum_j softmax_j(scale q[t, h] . k_j) v_j, j in [0, position of t].
 
-    Grid: (num_heads / HEADS, tiles). A program computes BLOCK_M rows of one sequence: row r is token r // HEADS and
-    query head r % HEADS of its HEADS ones, which share a KV head. The last tiles of a sequence see the most and start
-    first. Rows past the sequence compute on zeros and aren't stored; tokens of a sequence of length 0, and those after
-    the last sequence (index ``num_seqs``), see nothing and get 0. Accumulates in fp32.
+    Grid: (num_heads / HEADS, num_splits, tiles). A program computes BLOCK_M rows of one sequence: row r is token
+    r // HEADS and query head r % HEADS of its HEADS ones, which share a KV head. The last tiles of a sequence see the
+    most and start first. Split, it looks at one part of the positions that the tile sees, in whole tiles of BLOCK_N,
+    and leaves what ``attention_merge`` needs. Rows past the sequence compute on zeros and aren't stored; tokens of a
+    sequence of length 0, and those after the last sequence (index ``num_seqs``), see nothing and get 0. Accumulates in
+    fp32.
     """
+    start_after_predecessors(PDL)
     # 1. The rows [first_row, num_rows) of a sequence. Late tiles first.
     first_head = tl.program_id(0) * HEADS
     num_heads = tl.num_programs(0) * HEADS
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    seq, tile = _find_tile(query_start_loc, tile, first_seq, num_seqs, HEADS, BLOCK_M, BLOCK_S)
-    first_token = tl.load(query_start_loc + seq)
-    query_len = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens) - first_token
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)
+    seq, tile, first_token, end_token = _find_tile(
+        query_start_loc, tile, first_seq, num_seqs, num_tokens, HEADS, BLOCK_M, BLOCK_S
+    )
+    query_len = end_token - first_token
     first_row, num_rows = tile * BLOCK_M, query_len * HEADS
     if first_row >= num_rows:
         return
@@ -113,29 +137,51 @@ def _prefill_kernel(
     num_cached = seq_len - query_len
     last_visible = num_cached + rows // HEADS
     last_row = tl.minimum(first_row + BLOCK_M, num_rows) - 1
-    all_visible = tl.maximum((num_cached + first_row // HEADS + 1) // BLOCK_N * BLOCK_N, 0)  # in whole tiles
+    all_visible = 0
+    if SEPARATES_DIAGONAL:
+        all_visible = tl.maximum((num_cached + first_row // HEADS + 1) // BLOCK_N * BLOCK_N, 0)  # in whole tiles
     some_visible = num_cached + last_row // HEADS + 1
 
-    # 3. Online softmax: full tiles without any mask, then those on the diagonal.
+    # 3. This split's part [begin, end) of them; all splits are the same number of tiles long but the last ones.
+    begin, end, some_end = 0, all_visible, some_visible
+    if IS_SPLIT:
+        span = tl.cdiv(tl.cdiv(some_visible, BLOCK_N), num_splits) * BLOCK_N
+        begin = split * span
+        end = tl.minimum(all_visible, begin + span)
+        some_end = tl.minimum(some_visible, begin + span)
+
+    # 4. Online softmax: full tiles without any mask, then those on the diagonal.
     kv_head = first_head // GROUP
     keys = kv_cache + kv_head * kv_head_stride
     values = keys + value_offset
     block_table = block_tables + seq.to(tl.int64) * table_stride
+    columns = tl.arange(0, BLOCK_N)
+    diagonal = tl.maximum(begin, end)
+    blocks = load_blocks(block_table, begin + columns, end, BLOCK_SIZE)
+    diagonal_blocks = load_blocks(block_table, diagonal + columns, some_end, BLOCK_SIZE)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if SEPARATES_DIAGONAL:
+        acc, row_max, row_sum = attend_positions(
+            q, keys, values, block_table, blocks, begin, end, BLOCK_N, last_visible, acc, row_max, row_sum, qk_scale,
+            block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=False,
+        )  # fmt: skip
     acc, row_max, row_sum = attend_positions(
-        q, keys, values, block_table, 0, all_visible, last_visible, acc, row_max, row_sum, qk_scale,
-        block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=False,
-    )  # fmt: skip
-    acc, row_max, row_sum = attend_positions(
-        q, keys, values, block_table, all_visible, some_visible, last_visible, acc, row_max, row_sum, qk_scale,
-        block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=True,
+        q, keys, values, block_table, diagonal_blocks, diagonal, some_end, BLOCK_N, last_visible, acc, row_max, row_sum,
+        qk_scale, block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=True,
     )  # fmt: skip
 
-    # 4. Write; the sum is 0 where a row saw nothing.
-    result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    store_rows(out, (tokens * num_heads + heads) * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
+    # 5. Write; the sum is 0 where a row saw nothing.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    result = acc * (1.0 / row_sum)[:, None]
+    head_rows = tokens * num_heads + heads  # of out
+    if IS_SPLIT:
+        split_rows = head_rows * num_splits + split
+        store_rows(partial_out, split_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
+        tl.store(partial_lse + split_rows, row_max + tl.log2(row_sum), mask=is_row)
+    else:
+        store_rows(out, head_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
 
 
 def prefill_attention_triton(
@@ -144,7 +190,7 @@ def prefill_attention_triton(
     out: torch.Tensor,
     metadata: TritonAttentionMetadata,
     scale: float,
-    config: PrefillConfig,
+    config: AttentionConfig,
 ) -> None:
     """Attend from the sequences after the decodes; writes their rows of ``out``, and 0 into those nobody owns.
 
@@ -154,18 +200,28 @@ def prefill_attention_triton(
         out: [num_tokens, num_heads, head_dim], contiguous.
         metadata: of this step.
         scale: factor on the scores, above 0.
-        config: shape of the launch.
+        config: of the device.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
-    group = num_heads // num_kv_heads
-    heads = group if config.packs_group else 1
+    group, device = num_heads // num_kv_heads, metadata.device
     first_seq, num_seqs = metadata.num_decode_reqs, metadata.seq_lens.shape[0]
-    num_tiles = num_tokens * heads // config.block_m + num_seqs - first_seq + 1  # as _find_tile places them
-    _prefill_kernel[(num_heads // heads, num_tiles)](
+    num_decode_tokens = first_seq if metadata.decode_query_len == 1 else 0  # at least
+    prefill = choose_prefill(config, (num_tokens - num_decode_tokens) * num_heads, device.num_sms)
+    heads = group if prefill.packs_group else 1
+    num_full_tiles = -(-(num_tokens - num_decode_tokens) * heads // prefill.block_m)
+    num_programs = num_full_tiles * (num_heads // heads)
+    num_splits = 1  # for padded tokens alone
+    if num_seqs > first_seq:
+        num_splits = num_prefill_splits(num_programs, metadata.max_seq_len, device.num_sms)
+    partial_out, partial_lse = allocate_partials(num_tokens, num_splits, out)
+    num_tiles = num_tokens * heads // prefill.block_m + num_seqs - first_seq + 1  # as _find_tile places them
+    _prefill_kernel[(num_heads // heads, num_splits, num_tiles)](
         query,
         kv_cache,
         out,
+        partial_out,
+        partial_lse,
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
@@ -184,10 +240,17 @@ def prefill_attention_triton(
         HEADS=heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        BLOCK_M=prefill.block_m,
+        BLOCK_N=prefill.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_S=_SEARCH_BLOCK,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        IS_SPLIT=num_splits > 1,
+        SEPARATES_DIAGONAL=prefill.separates_diagonal,
+        PDL=device.launches_early,
+        num_warps=prefill.num_warps,
+        num_stages=prefill.num_stages,
+        launch_pdl=device.launches_early,
     )
+    if num_splits > 1:
+        merge = choose_merge(config.merges, num_splits, num_tokens * num_heads, device.num_sms)
+        merge_splits(out, partial_out, partial_lse, metadata.query_start_loc, first_seq, merge, device, decodes=False)

@@ -5,27 +5,50 @@ blocks of BLOCK_SIZE, so every row finds its own block in the block table.
 Source: Milakov and Gimelshein 2018 (online softmax); Dao 2023 (FlashAttention-2).
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 # (a constexpr takes a Python value)
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def start_after_predecessors(PDL: tl.constexpr) -> None:
+    """First statement of every kernel: nothing may be read or written before it.
+
+    With PDL (programmatic dependent launch, sm_90 and later) a kernel is launched while its predecessor still runs.
+    The first instruction lets the next kernel come as early; the second waits until all predecessors have ended and
+    what they wrote is visible. A program that returned without waiting would let successors overtake predecessors.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
 def load_rows(
-    base, offsets, dims, is_valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL_VALID: tl.constexpr = False
+    base,
+    offsets,
+    dims,
+    is_valid,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALL_VALID: tl.constexpr = False,
+    EVICTS_FIRST: tl.constexpr = False,
 ) -> tl.tensor:
     """Rows of HEAD_DIM numbers, [len(offsets), BLOCK_D]; 0 where a row is invalid and past HEAD_DIM."""
     pointers = base + offsets[:, None] + dims[None, :]
+    eviction: tl.constexpr = "evict_first" if EVICTS_FIRST else ""
     if BLOCK_D != HEAD_DIM:
-        rows = tl.load(pointers, mask=is_valid[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        mask = is_valid[:, None] & (dims < HEAD_DIM)[None, :]
+        rows = tl.load(pointers, mask=mask, other=0.0, eviction_policy=eviction)
     elif ALL_VALID:
-        rows = tl.load(pointers)
+        rows = tl.load(pointers, eviction_policy=eviction)
     else:
-        rows = tl.load(pointers, mask=is_valid[:, None], other=0.0)
+        rows = tl.load(pointers, mask=is_valid[:, None], other=0.0, eviction_policy=eviction)
     return rows
 
 
@@ -39,7 +62,7 @@ def store_rows(base, offsets, dims, is_valid, rows, HEAD_DIM: tl.constexpr, BLOC
 
 
 @triton.jit
-def _load_blocks(block_table, positions, end, BLOCK_SIZE: tl.constexpr):
+def load_blocks(block_table, positions, end, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
     """Block ids of positions; 0 for those at ``end`` and after."""
     return tl.load(block_table + positions.to(tl.uint32) // BLOCK_SIZE, mask=positions < end, other=0)
 
@@ -50,8 +73,10 @@ def attend_positions(
     keys,
     values,
     block_table,
+    blocks,
     begin,
     end,
+    step,
     last_visible,
     acc,
     row_max,
@@ -64,8 +89,10 @@ def attend_positions(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
+    EVICTS_FIRST: tl.constexpr = False,
+    SUMS_LATE: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Continue softmax(scale q k^T) v over the positions [begin, end); begin is a multiple of BLOCK_N.
+    """Continue softmax(scale q k^T) v over the tiles of BLOCK_N positions at begin, begin + step, ... before end.
 
     With s_j = qk_scale (q . k_j) and qk_scale = scale log2(e) > 0 (exp2 is one instruction), over the positions so far:
     row_max = max_j s_j, row_sum = sum_j 2^(s_j - row_max), acc = sum_j 2^(s_j - row_max) v_j. All three in fp32; the
@@ -75,24 +102,29 @@ def attend_positions(
         q: [BLOCK_M, BLOCK_D], 0 past HEAD_DIM.
         keys, values: pointers to offset 0 of block 0, for the KV head.
         block_table: pointer to the sequence's row.
+        blocks: [BLOCK_N] block ids of the first tile; those of ``end`` and after don't count.
+        begin, end, step: begin and step are multiples of BLOCK_N.
         last_visible: [BLOCK_M] last position that each row sees.
         acc: [BLOCK_M, BLOCK_D].
-        row_max, row_sum: [BLOCK_M].
+        row_max: [BLOCK_M].
+        row_sum: [BLOCK_M]; with SUMS_LATE [BLOCK_M, BLOCK_N], to be summed by the caller: where the warps of a program
+            share the rows, a sum costs a tile several barriers.
         MASKED: some row doesn't see all of the range, or it doesn't end with a tile. What lies at ``end`` and after
             isn't loaded: it may be NaN, and 0 x NaN is NaN.
+        EVICTS_FIRST: K and V leave the L2 cache before everything else.
 
     Returns:
         acc, row_max, row_sum.
     """
     dims = tl.arange(0, BLOCK_D)
-    blocks = _load_blocks(block_table, begin + tl.arange(0, BLOCK_N), end, BLOCK_SIZE)
-    for tile_start in range(begin, end, BLOCK_N):
+    for tile_start in range(begin, end, step):
         positions = tile_start + tl.arange(0, BLOCK_N)
         is_valid = positions < end
         offsets = blocks.to(tl.int64) * block_stride + positions.to(tl.uint32) % BLOCK_SIZE * offset_stride
-        blocks = _load_blocks(block_table, positions + BLOCK_N, end, BLOCK_SIZE)
+        blocks = load_blocks(block_table, positions + step, end, BLOCK_SIZE)
+        k = load_rows(keys, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED, EVICTS_FIRST)
+        v = load_rows(values, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED, EVICTS_FIRST)
 
-        k = load_rows(keys, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, ALL_VALID=not MASKED)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if MASKED:
             scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
@@ -101,9 +133,7 @@ def attend_positions(
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(tl.fma(scores, qk_scale, -shift[:, None]))
         rescale = tl.exp2(row_max - shift)
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        row_sum = row_sum * rescale[:, None] + weights if SUMS_LATE else row_sum * rescale + tl.sum(weights, axis=1)
         row_max = new_max
-
-        v = load_rows(values, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, ALL_VALID=not MASKED)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_max, row_sum

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 
 from pico_vllm.kernels.attention import AttentionInputs, KVCacheShape
-from pico_vllm.kernels.attention_config import AttentionConfig, Device, choose_prefill, device_of, select_config
+from pico_vllm.kernels.attention_config import AttentionConfig, Device, device_of, select_config
 from pico_vllm.kernels.attention_decode import decode_attention_triton
 from pico_vllm.kernels.attention_prefill import prefill_attention_triton
+from pico_vllm.kernels.attention_tiles import start_after_predecessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class TritonAttentionMetadata:
         max_seq_len: bound of ``seq_lens``.
         device: where the tensors are.
         decode_query_len: bound of the tokens of a decode, 1 to 8. Above 1 (speculation) a decode may have fewer.
+        split_counters: int32, 0, one a decode and KV head: how many splits of it have arrived. Every launch leaves
+            them 0. None = splits are always merged by a kernel of their own.
         config: launch shapes; None = the ones tuned for the device.
     """
 
@@ -43,6 +46,7 @@ class TritonAttentionMetadata:
     max_seq_len: int
     device: Device
     decode_query_len: int = 1
+    split_counters: torch.Tensor | None = None
     config: AttentionConfig | None = None
 
 
@@ -62,9 +66,10 @@ def prepare_attention_triton(inputs: AttentionInputs, shape: KVCacheShape) -> Tr
 def paged_attention_triton(
     query: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonAttentionMetadata, scale: float
 ) -> torch.Tensor:
-    """``paged_attention_reference`` in one decode launch (two when contexts are split) and one prefill launch.
+    """``paged_attention_reference`` in one launch for decodes and one for prefills.
 
-    Needs scale > 0 and contiguous rows of head_dim numbers in ``query`` and ``kv_cache``.
+    A merge follows each that split contexts, unless the decode's programs merge themselves. Needs
+    scale > 0 and contiguous rows of head_dim numbers in ``query`` and ``kv_cache``.
     """
     num_tokens, num_heads, head_dim = query.shape
     assert query.stride(2) == 1 and kv_cache.stride(4) == 1
@@ -73,11 +78,10 @@ def paged_attention_triton(
     block_d = max(16, triton.next_power_of_2(head_dim))
     config = metadata.config or select_config(device.architecture, block_d, query.element_size())
     if num_decodes > 0:
-        decode_attention_triton(query, kv_cache, out, metadata, scale, config.decode)
+        decode_attention_triton(query, kv_cache, out, metadata, scale, config)
     num_decode_tokens = num_decodes if metadata.decode_query_len == 1 else 0  # at least
     if num_tokens > num_decode_tokens:
-        prefill = choose_prefill(config, (num_tokens - num_decode_tokens) * num_heads, device.num_sms)
-        prefill_attention_triton(query, kv_cache, out, metadata, scale, prefill)
+        prefill_attention_triton(query, kv_cache, out, metadata, scale, config)
     return out
 
 
@@ -100,11 +104,13 @@ def _store_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """kv_cache[slot // BLOCK_SIZE, 0 | 1, :, slot % BLOCK_SIZE] = key | value [token].
 
     Grid: (num_tokens,). A program copies all KV heads of one token; slot -1 stores nothing.
     """
+    start_after_predecessors(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
@@ -145,5 +151,7 @@ def store_kv_triton(
         BLOCK_SIZE=kv_cache.shape[3],
         BLOCK_H=triton.next_power_of_2(num_kv_heads),
         BLOCK_D=triton.next_power_of_2(head_dim),
+        PDL=metadata.device.launches_early,
         num_warps=1,
+        launch_pdl=metadata.device.launches_early,
     )
