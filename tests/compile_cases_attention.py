@@ -39,7 +39,7 @@ def attention_cases(
 ) -> list[CompileCase]:
     """A model's decodes (whole, split, of one tile a program, merging themselves), merges and prefills."""
     shape = (group, head_dim, block_size, dtype)
-    decodes = dict.fromkeys((config.decode, config.crowded_decode))
+    decodes = dict.fromkeys((config.decode, config.short_decode, config.crowded_decode))
     prefills = dict.fromkeys((config.prefill, config.short_prefill))
     return [
         *(

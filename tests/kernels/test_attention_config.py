@@ -76,7 +76,7 @@ def all_configs() -> list[AttentionConfig]:
 
 @pytest.mark.parametrize("config", all_configs())
 def test_tiles_are_powers_of_two_that_a_matrix_product_takes(config):
-    for shape in (config.decode, config.crowded_decode, config.prefill, config.short_prefill):
+    for shape in (config.decode, config.short_decode, config.crowded_decode, config.prefill, config.short_prefill):
         sizes = [value for name, value in dataclasses.asdict(shape).items() if name.startswith("block_")]
         assert sizes and all(size >= 16 and size & (size - 1) == 0 for size in sizes)
         assert shape.num_warps in (1, 2, 4, 8) and shape.num_stages >= 2
@@ -86,21 +86,27 @@ def test_large_prefill_tiles_wait_until_every_sm_has_one():
     large, small = PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 64, 4, 3)
     config = dataclasses.replace(select_config(90, 128, 2), prefill=large, short_prefill=small)
     # 12 heads: 512 tokens are 48 tiles of 128 rows, 2048 tokens 192.
-    assert choose_prefill(config, 12 * 512, num_sms=132) is small
-    assert choose_prefill(config, 12 * 2048, num_sms=132) is large
-    assert choose_prefill(config, 128 * 132, num_sms=132) is large
-    assert choose_prefill(config, 128 * 132 - 1, num_sms=132) is small
+    assert choose_prefill(config, 12 * 512, 512, num_sms=132) is small
+    assert choose_prefill(config, 12 * 2048, 2048, num_sms=132) is large
+    assert choose_prefill(config, 128 * 132, 512, num_sms=132) is large
+    assert choose_prefill(config, 128 * 132 - 1, 512, num_sms=132) is small
+    assert choose_prefill(config, 12 * 512, 8192 + 512, num_sms=132) is large  # splits make up for it
 
 
 def test_more_groups_than_programs_take_the_crowded_shape():
     config = select_config(90, 128, 2)
     slots = 132 * config.decode.programs_per_sm
-    assert choose_decode(config, 1, 132) is config.decode
-    assert choose_decode(config, slots, 132) is config.decode
-    assert choose_decode(config, slots + 1, 132) is config.crowded_decode
+    assert choose_decode(config, 1, 8192, 132) is config.decode
+    assert choose_decode(config, slots, 8192, 132) is config.decode
+    assert choose_decode(config, slots + 1, 8192, 132) is config.crowded_decode
+    assert choose_decode(config, 2, 1024, 132) is config.short_decode
+    assert choose_decode(config, 2, 1025, 132) is config.decode
+    assert choose_decode(config, 512, 1024, 132) is config.crowded_decode
 
 
 MERGES = (MergeConfig(8, 4, 128, 4), MergeConfig(2, 16, 128, 4), MergeConfig(1, 64, 32, 4))
+MANY = MergeConfig(16, 2, 128, 4)
+MERGING = dataclasses.replace(select_config(90, 128, 2), merges=MERGES, many_rows_merge=MANY)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +114,15 @@ MERGES = (MergeConfig(8, 4, 128, 4), MergeConfig(2, 16, 128, 4), MergeConfig(1, 
     [
         (2, 8 * 132, MERGES[0]),
         (4, 8 * 132 - 1, MergeConfig(1, 4, 128, 4)),  # SMs would be idle
-        (5, 6144, MERGES[1]),
+        (5, 2 * 132, MERGES[1]),
+        (5, 16 * 132, MANY),
+        (5, 6144, MANY),
         (17, 12, MERGES[2]),
         (65, 12, MERGES[2]),  # in several steps
     ],
 )
 def test_merge_loads_all_splits_at_once_if_it_can(num_splits, num_rows, expected):
-    assert choose_merge(MERGES, num_splits, num_rows, num_sms=132) == expected
+    assert choose_merge(MERGING, num_splits, num_rows, num_sms=132) == expected
 
 
 @pytest.mark.parametrize(

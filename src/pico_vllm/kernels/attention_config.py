@@ -78,13 +78,16 @@ class AttentionConfig:
 
     Attributes:
         decode: when its programs hold all pairs of a sequence and a KV head at once.
+        short_decode: the same, and no context is longer than ``SHORT_CONTEXT``.
         crowded_decode: when there are more of them.
-        prefill: when it has a tile for every SM.
+        prefill: when it has a tile for every SM, or its contexts are long enough to be split.
         short_prefill: when it hasn't.
         merges: by growing block_splits; see ``choose_merge``.
+        many_rows_merge: when every SM has that many rows to merge.
     """
 
     decode: DecodeConfig
+    short_decode: DecodeConfig
     crowded_decode: DecodeConfig
     prefill: PrefillConfig
     short_prefill: PrefillConfig
@@ -93,6 +96,7 @@ class AttentionConfig:
         MergeConfig(block_rows=2, block_splits=16, block_d=128, num_warps=4),
         MergeConfig(block_rows=1, block_splits=64, block_d=32, num_warps=4),
     )
+    many_rows_merge: MergeConfig = MergeConfig(block_rows=16, block_splits=2, block_d=128, num_warps=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +118,30 @@ _INTERPRETER = Device(architecture=0, num_sms=4)
 #: Of a prefill: 16 splits of a row are merged in one step; a split of fewer positions is mostly start and end.
 _MAX_PREFILL_SPLITS, _MIN_SPLIT_POSITIONS = 16, 512
 
+#: Decodes of contexts up to this bound have a shape of their own.
+SHORT_CONTEXT = 1024
+#: Prefills with contexts from this bound on are split rather than given small tiles: 512 new tokens on 8192 take 93 µs
+#: in five splits of large tiles, 98 in eight of small ones, 133 unsplit.
+_LONG_CONTEXT = 4096
+
 #: (architecture, head_dim up to the next power of two, bytes of an element).
 _CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
+    # On an H200, in µs (bf16, 12 / 2 heads; benchmarks/results/h200_attention_tuning.json has every candidate):
+    # 1 x 8192: 7.8 of decode, 9.8 with tiles of 64. 1 x 512: 4.5 of short_decode, 5.3 of decode. 256 x 1024: 68.9 of
+    # crowded_decode. 64 x 4096: 68.0 of decode, 71 with tiles of 64. A prefill of 512: 13.2 of short_prefill, 15.2 with
+    # a loop of its own for full tiles; of 8192: 464 of prefill, 526 with tiles of 64.
     (90, 128, 2): AttentionConfig(
-        decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2),
-        crowded_decode=DecodeConfig(block_n=32, num_warps=2, num_stages=4, programs_per_sm=4),
+        decode=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1),
+        short_decode=DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=1),
+        crowded_decode=DecodeConfig(block_n=64, num_warps=2, num_stages=2, programs_per_sm=4),
         prefill=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
-        short_prefill=PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
+        short_prefill=PrefillConfig(64, block_n=64, num_warps=4, num_stages=4, separates_diagonal=False),
     ),
     (90, 64, 2): AttentionConfig(
-        decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2),
+        decode=DecodeConfig(block_n=128, num_warps=4, num_stages=3, programs_per_sm=2),
+        short_decode=DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=1),
         crowded_decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=4),
-        prefill=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+        prefill=PrefillConfig(block_m=64, block_n=128, num_warps=4, num_stages=2),
         short_prefill=PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
     ),
 }
@@ -151,18 +167,20 @@ def select_config(architecture: int, block_d: int, element_size: int) -> Attenti
     block_m = min(64, 16384 // row_bytes) if element_size == 2 else 16  # exact fp32 products take many registers
     prefill = PrefillConfig(block_m, block_n, num_warps=4, num_stages=3 if element_size == 2 else 2)
     decode = DecodeConfig(block_n, num_warps=4, num_stages=3, programs_per_sm=4)
-    return AttentionConfig(decode, decode, prefill, prefill)
+    return AttentionConfig(decode, decode, decode, prefill, prefill)
 
 
-def choose_decode(config: AttentionConfig, num_groups: int, num_sms: int) -> DecodeConfig:
+def choose_decode(config: AttentionConfig, num_groups: int, max_seq_len: int, num_sms: int) -> DecodeConfig:
     """The shape that runs all groups at once, as far as there is one.
 
     Args:
         config: of the device.
         num_groups: pairs of a sequence and a KV head.
+        max_seq_len: bound of the lengths.
         num_sms: of the device.
     """
-    return config.decode if num_groups <= config.decode.programs_per_sm * num_sms else config.crowded_decode
+    decode = config.short_decode if max_seq_len <= SHORT_CONTEXT else config.decode
+    return decode if num_groups <= decode.programs_per_sm * num_sms else config.crowded_decode
 
 
 def num_kv_splits(num_groups: int, max_seq_len: int, block_n: int, num_programs: int) -> int:
@@ -182,28 +200,35 @@ def num_kv_splits(num_groups: int, max_seq_len: int, block_n: int, num_programs:
     return max(1, min(max_tiles, num_programs // num_groups))
 
 
-def choose_merge(merges: tuple[MergeConfig, ...], num_splits: int, num_rows: int, num_sms: int) -> MergeConfig:
+def choose_merge(config: AttentionConfig, num_splits: int, num_rows: int, num_sms: int) -> MergeConfig:
     """The first shape that loads all splits at once, else the last; with one row a program while SMs are idle.
 
+    With many rows on every SM (a prefill that was split) the loads of other rows hide each other's latency.
+
     Args:
-        merges: by growing block_splits.
+        config: of the device.
         num_splits: of every row.
         num_rows: query heads x tokens.
         num_sms: of the device.
     """
+    if num_rows >= num_sms * config.many_rows_merge.block_rows:
+        return config.many_rows_merge
+    merges = config.merges
     merge = next((merge for merge in merges if merge.block_splits >= num_splits), merges[-1])
     return merge if num_rows >= num_sms * merge.block_rows else dataclasses.replace(merge, block_rows=1)
 
 
-def choose_prefill(config: AttentionConfig, num_rows: int, num_sms: int) -> PrefillConfig:
-    """The large tiles when there is one for every SM.
+def choose_prefill(config: AttentionConfig, num_rows: int, max_seq_len: int, num_sms: int) -> PrefillConfig:
+    """The large tiles when there is one for every SM, or when splits of long contexts make up for it.
 
     Args:
         config: of the device.
         num_rows: query heads x tokens of the step.
+        max_seq_len: bound of the lengths.
         num_sms: of the device.
     """
-    return config.prefill if num_rows >= num_sms * config.prefill.block_m else config.short_prefill
+    has_work = num_rows >= num_sms * config.prefill.block_m or max_seq_len >= _LONG_CONTEXT
+    return config.prefill if has_work else config.short_prefill
 
 
 def num_prefill_splits(num_programs: int, max_seq_len: int, num_sms: int) -> int:

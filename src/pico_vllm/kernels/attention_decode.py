@@ -182,7 +182,7 @@ def decode_attention_triton(
     group, device = num_heads // num_kv_heads, metadata.device
     num_seqs, query_len = metadata.num_decode_reqs, metadata.decode_query_len
     num_groups = num_seqs * num_kv_heads
-    decode = choose_decode(config, num_groups, device.num_sms)
+    decode = choose_decode(config, num_groups, metadata.max_seq_len, device.num_sms)
     num_programs = decode.programs_per_sm * device.num_sms
     num_splits = num_kv_splits(num_groups, metadata.max_seq_len, decode.block_n, num_programs)
     max_tiles = -(-metadata.max_seq_len // (num_splits * decode.block_n))
@@ -229,5 +229,5 @@ def decode_attention_triton(
         launch_pdl=device.launches_early,
     )
     if num_splits > 1 and not is_fused:
-        merge = choose_merge(config.merges, num_splits, num_decode_tokens * num_heads, device.num_sms)
+        merge = choose_merge(config, num_splits, num_decode_tokens * num_heads, device.num_sms)
         merge_splits(out, partial_out, partial_lse, metadata.query_start_loc, num_seqs, merge, device, decodes=True)

@@ -207,7 +207,7 @@ def prefill_attention_triton(
     group, device = num_heads // num_kv_heads, metadata.device
     first_seq, num_seqs = metadata.num_decode_reqs, metadata.seq_lens.shape[0]
     num_decode_tokens = first_seq if metadata.decode_query_len == 1 else 0  # at least
-    prefill = choose_prefill(config, (num_tokens - num_decode_tokens) * num_heads, device.num_sms)
+    prefill = choose_prefill(config, (num_tokens - num_decode_tokens) * num_heads, metadata.max_seq_len, device.num_sms)
     heads = group if prefill.packs_group else 1
     num_full_tiles = -(-(num_tokens - num_decode_tokens) * heads // prefill.block_m)
     num_programs = num_full_tiles * (num_heads // heads)
@@ -252,5 +252,5 @@ def prefill_attention_triton(
         launch_pdl=device.launches_early,
     )
     if num_splits > 1:
-        merge = choose_merge(config.merges, num_splits, num_tokens * num_heads, device.num_sms)
+        merge = choose_merge(config, num_splits, num_tokens * num_heads, device.num_sms)
         merge_splits(out, partial_out, partial_lse, metadata.query_start_loc, first_seq, merge, device, decodes=False)
