@@ -16,7 +16,7 @@ from pico_vllm.bench.engines.engine import EngineOptions, StreamingEngine
 from pico_vllm.bench.engines.loading import EngineSpec, EngineUnavailableError, load_engine, parse_engine_spec
 from pico_vllm.bench.metrics import summarize
 from pico_vllm.bench.workloads import Workload, WorkloadRequest
-from pico_vllm.errors import ConfigError
+from pico_vllm.errors import ConfigError, RequestError
 
 
 def burst(*max_tokens, concurrency=None):
@@ -115,6 +115,15 @@ def test_transformers_runs_one_request_at_a_time_and_samples(model_dir):
     assert "one request at a time" in engine.why_not(burst(3, 3))
     (trace,) = engine.serve(Workload((WorkloadRequest((5, 6), 4, temperature=0.8),), 1))
     assert trace.num_tokens == 4
+
+
+def test_our_engine_goes_on_after_a_run_that_failed(model_dir):
+    engine = load_engine(parse_engine_spec("pico-vllm"), EngineOptions(str(model_dir), "float32", "cpu"))
+    beyond = WorkloadRequest((5, 99_999), 5)  # refused when it is sent: the first request runs by then
+    with pytest.raises(RequestError, match="99999 is outside the vocabulary"):
+        engine.serve(Workload((*burst(20).requests, beyond), 2))
+    assert not engine.engine.has_unfinished_requests()
+    assert [trace.num_tokens for trace in engine.serve(burst(4, 3))] == [4, 3]
 
 
 def test_our_engine_tells_the_hosts_share(model_dir):
@@ -259,9 +268,8 @@ def test_ids_of_a_server_that_tells_none_come_from_its_text(server, model_dir):
 @pytest.mark.parametrize("server", ["refuses"], indirect=True)
 def test_what_a_server_says_is_passed_on(server, model_dir):
     engine = load_engine(parse_engine_spec(server.url), EngineOptions(str(model_dir), "float32", "cpu"))
-    with pytest.raises(BaseExceptionGroup) as caught:
-        engine.serve(burst(4))
-    assert "answers 400: too large" in str(caught.value.exceptions[0])
+    with pytest.raises(ConfigError, match="answers 400: too large"):
+        engine.serve(burst(4, 4))
 
 
 # ------------------------------------------------------------------------------------------------ stand-ins of peers
@@ -276,10 +284,13 @@ def stand_in(monkeypatch, name, **attributes):
 class FakeVllm:
     """The parts of vllm.LLM that the adapter touches; every step gives each live request a token."""
 
+    fails_at_step = 0
+
     def __init__(self, **arguments):
         FakeVllm.arguments = arguments
         self.llm_engine = self
         self.live = {}
+        self.late = []
         names = types.SimpleNamespace
         self.vllm_config = names(
             model_config=names(max_model_len=64),
@@ -296,9 +307,18 @@ class FakeVllm:
         self.live[request_id] = [prompt["prompt_token_ids"], params["max_tokens"]]
         assert params["ignore_eos"] and not params["detokenize"]
 
+    def abort_request(self, request_ids):
+        for request_id in request_ids:
+            self.live.pop(request_id, None)
+
     def step(self):
         self.engine_core.engine_core.batch_queue = []
-        outputs = []
+        FakeVllm.fails_at_step -= 1
+        if FakeVllm.fails_at_step == 0:
+            raise RuntimeError("out of luck")
+        names = types.SimpleNamespace
+        outputs = [names(request_id=i, outputs=[names(token_ids=[99])], finished=True) for i in self.late]
+        self.late = []
         for request_id, state in list(self.live.items()):
             state[1] -= 1
             tokens = [types.SimpleNamespace(token_ids=[state[1]])]
@@ -340,6 +360,19 @@ def test_vllm_is_driven_step_by_step(monkeypatch):
     assert scored[0].token_ids == [0, 1, 2] and scored[0].logprobs[1] == {1: -0.5}
     assert engine.why_not(burst(62)) is not None and engine.why_not(burst(61)) is None
     engine.close()
+
+
+def test_vllm_drops_the_requests_of_a_run_that_failed(monkeypatch):
+    kinds = types.SimpleNamespace(DELTA="delta", FINAL_ONLY="final")
+    stand_in(monkeypatch, "vllm", LLM=FakeVllm, SamplingParams=dict, __version__="0.24.0")
+    stand_in(monkeypatch, "vllm.sampling_params", RequestOutputKind=kinds)
+    engine = load_engine(parse_engine_spec("vllm"), EngineOptions("m", "bfloat16", "cuda"))
+    FakeVllm.fails_at_step = 2
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.serve(burst(9, 9))
+    assert engine._engine.live == {}
+    engine._engine.late = ["0-1"]  # an output of the run that failed, from a step that ran ahead
+    assert [t.token_ids for t in engine.serve(burst(2, 2))] == [[1, 0], [1, 0]]
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])

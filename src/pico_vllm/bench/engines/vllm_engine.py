@@ -79,8 +79,16 @@ class VllmEngine(SteppedEngine):
 
     def step(self) -> Step:
         """Run one step, or take what the other process has sent."""
-        outputs = self._engine.step()
-        return [(int(o.request_id.partition("-")[2]), o.outputs[0].token_ids, o.finished) for o in outputs]
+        of_this_run = f"{self._run}-"
+        return [
+            (int(o.request_id.removeprefix(of_this_run)), o.outputs[0].token_ids, o.finished)
+            for o in self._engine.step()
+            if o.request_id.startswith(of_this_run)
+        ]
+
+    def abort(self, indices: Sequence[int]) -> None:
+        """End requests in any state."""
+        self._engine.abort_request([f"{self._run}-{index}" for index in indices])
 
     def settle(self) -> None:
         """Let the step that runs ahead of the outputs end, so that it does not run into the next measurement."""
