@@ -74,6 +74,8 @@ def run_points(
         runs, errors = _run_point(contestants, point, measuring)
         for contestant in contestants:
             fields = {**contestant.fields, "point": point.name, **point.fields}
+            if "prefix_caching" in fields:  # what the engine has, not what it was asked for
+                fields["prefix_caching"] = contestant.fields.get("settings", {}).get("prefix_caching")
             if contestant.name in errors:
                 record = writer.write(**fields, error=errors[contestant.name][:500])
             elif runs[contestant.name]:

@@ -115,6 +115,14 @@ def test_shares_are_of_the_ceilings(writer):
     assert metrics["flops_share"]["median"] == round(6684 / 0.070 / 1e6, 5)
 
 
+@pytest.mark.parametrize("has", [True, False, None])
+def test_a_record_tells_of_the_prefix_cache_that_the_engine_has(writer, has):
+    fields = {"engine": "fake", "settings": {"prefix_caching": has}}
+    (point,) = p.make_points(["prefix"], p.PointOptions(1000, prefix_len=5, own_len=2, prefix_caching=not has))
+    run_points([Contestant("fake", FakeEngine(), fields)], [point], writer, Measuring(1, CPU, say=lambda line: None))
+    assert writer.records[0]["prefix_caching"] is has
+
+
 def test_describe_is_one_line():
     record = {"point": "sweep", "concurrency": 8, "metrics": {"out_tok_s": {"median": 12.34}, "x": {"median": 1}}}
     assert describe("e", record) == "e            sweep      concurrency=8:  12.3 tok/s"
