@@ -110,6 +110,15 @@ def test_both_engines_give_the_same_tokens(model_dir):
     assert a[0].token_ids == b[0].token_ids
 
 
+def test_transformers_takes_no_defaults_from_the_checkpoint(tmp_path):
+    tiny_models.save_tiny_model(tiny_models.MODELS["qwen2-gqa6-d64-tied"], tmp_path)
+    options = EngineOptions(str(tmp_path), "float32", "cpu")
+    (before,) = load_engine(parse_engine_spec("transformers"), options).serve(burst(30))
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 3.0, "eos_token_id": 1}')
+    (after,) = load_engine(parse_engine_spec("transformers"), options).serve(burst(30))
+    assert after.token_ids == before.token_ids
+
+
 def test_transformers_runs_one_request_at_a_time_and_samples(model_dir):
     engine = load_engine(parse_engine_spec("transformers"), EngineOptions(str(model_dir), "float32", "cpu"))
     assert "one request at a time" in engine.why_not(burst(3, 3))
@@ -255,6 +264,23 @@ def test_a_server_is_asked_for_ids_and_measured_on_our_clock(server, model_dir):
     assert engine.info.mode == "server"
 
 
+@pytest.mark.parametrize("server", ["ids"], indirect=True)
+def test_what_only_the_start_of_a_server_decides_is_not_asked_of_it(server):
+    def load(text, **more):
+        return load_engine(parse_engine_spec(text), EngineOptions("m", "float32", "cpu", **more))
+
+    with pytest.raises(EngineUnavailableError, match="enable_prefix_caching=True can't be asked of a running server"):
+        load(server.url, enable_prefix_caching=True)
+    with pytest.raises(EngineUnavailableError, match="max_num_seqs=3 can't be asked of a running server"):
+        load(server.url, max_num_seqs=3)
+    assert load(server.url).info.settings["prefix_caching"] is None
+    cached = load(f'{server.url}={{"prefix_caching": true}}', enable_prefix_caching=True)
+    assert cached.info.settings["prefix_caching"] is True
+    assert cached.info.settings["url"] == f"{server.url}/v1"  # two servers are two engines in a table
+    cached.serve(burst(2))
+    assert "prefix_caching" not in server.bodies[0]
+
+
 @pytest.mark.parametrize("server", ["text"], indirect=True)
 def test_ids_of_a_server_that_tells_none_come_from_its_text(server, model_dir):
     engine = load_engine(parse_engine_spec(server.url), EngineOptions(str(model_dir), "float32", "cpu"))
@@ -269,7 +295,7 @@ def test_ids_of_a_server_that_tells_none_come_from_its_text(server, model_dir):
 def test_what_a_server_says_is_passed_on(server, model_dir):
     engine = load_engine(parse_engine_spec(server.url), EngineOptions(str(model_dir), "float32", "cpu"))
     with pytest.raises(ConfigError, match="answers 400: too large"):
-        engine.serve(burst(4, 4))
+        engine.serve(burst(4))
 
 
 # ------------------------------------------------------------------------------------------------ stand-ins of peers
@@ -298,7 +324,10 @@ class FakeVllm:
                 max_num_seqs=8, max_num_batched_tokens=99, async_scheduling=True, enable_chunked_prefill=True
             ),
             compilation_config=names(mode=3, cudagraph_mode="FULL", max_cudagraph_capture_size=8),
-            cache_config=names(block_size=16),
+            cache_config=names(
+                block_size=16,
+                enable_prefix_caching=arguments["enable_prefix_caching"],
+            ),
         )
         self.engine_core = names(engine_core=names(batch_queue=[1]), shutdown=lambda: None)
 
@@ -348,10 +377,11 @@ def test_vllm_is_driven_step_by_step(monkeypatch):
     stand_in(monkeypatch, "vllm", LLM=FakeVllm, SamplingParams=dict, __version__="0.24.0")
     stand_in(monkeypatch, "vllm.sampling_params", RequestOutputKind=kinds)
     options = EngineOptions("m", "bfloat16", "cuda", memory_share=0.4, max_num_seqs=8)
-    engine = load_engine(parse_engine_spec('vllm={"enforce_eager": true}'), options)
+    engine = load_engine(parse_engine_spec('vllm={"enforce_eager": true, "enable_prefix_caching": true}'), options)
     assert FakeVllm.arguments["model"] == "m" and FakeVllm.arguments["gpu_memory_utilization"] == 0.4
     assert FakeVllm.arguments["enforce_eager"] is True and FakeVllm.arguments["skip_tokenizer_init"] is True
     assert (engine.info.engine, engine.info.version, engine.info.mode) == ("vllm", "0.24.0", "in-process")
+    assert engine.info.settings["prefix_caching"] is True  # what it has, whoever asked for it
     for _ in range(2):  # ids are unique over the engine's life
         traces = engine.serve(burst(3, 2, 2, concurrency=2))
         assert [t.token_ids for t in traces] == [[2, 1, 0], [1, 0], [1, 0]]
@@ -388,7 +418,7 @@ class FakeSglang:
     def __init__(self, **arguments):
         FakeSglang.arguments = arguments
         self.loop = asyncio.new_event_loop()
-        self.tokenizer_manager = types.SimpleNamespace(server_args=types.SimpleNamespace(page_size=1))
+        self.tokenizer_manager = types.SimpleNamespace(server_args=types.SimpleNamespace(**arguments))
 
     async def async_generate(self, input_ids, sampling_params, stream):
         async def outputs():
@@ -412,6 +442,7 @@ def test_sglang_is_driven_on_its_own_loop(monkeypatch):
     stand_in(monkeypatch, "sglang", Engine=FakeSglang, __version__="0.5.15")
     engine = load_engine(parse_engine_spec("sglang"), EngineOptions("m", "bfloat16", "cuda"))
     assert FakeSglang.arguments["disable_radix_cache"] is True
+    assert engine.info.settings["prefix_caching"] is False
     traces = engine.serve(burst(6, 4, concurrency=1))
     assert [t.token_ids for t in traces] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3]]
     assert traces[0].counts == [1, 2, 1, 2]
