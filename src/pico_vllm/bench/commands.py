@@ -39,7 +39,7 @@ def run(
     model_name: Annotated[str | None, typer.Option(help="What records call the model.")] = None,
     points: Annotated[str, typer.Option(help="Comma-separated names.")] = "c1",
     workload: Annotated[list[Path] | None, typer.Option(help="Also a workload file; repeatable.")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Timed runs a point.")] = 3,
+    runs: Annotated[int | None, typer.Option(min=1, help="Timed runs a point. Default 3; all of a file.")] = None,
     inputs: Annotated[str | None, typer.Option(help="Prompt lengths of c1, comma-separated.")] = None,
     outputs: Annotated[str | None, typer.Option(help="Output lengths of c1, comma-separated.")] = None,
     concurrency: Annotated[str | None, typer.Option(help="Of sweep, burst and uniform, comma-separated.")] = None,
@@ -87,13 +87,14 @@ def run(
         )
         todo = _points(points, options)
         for path in workload or ():
-            todo += file_points(*read_workloads(path))
+            name, workloads = read_workloads(path)
+            todo += file_points(name, workloads, vocab_size=bench_model.config.vocab_size, num_runs=runs)
         result = run_session(
             specs,
             bench_model,
             todo,
             out=out,
-            num_runs=runs,
+            num_runs=3 if runs is None else runs,
             tag=tag,
             enable_prefix_caching=enable_prefix_caching,
             max_num_seqs=max_num_seqs,
@@ -243,7 +244,7 @@ def workload(
         raise ConfigError(f"unknown --kind {kind!r}; known: fixed, uniform, shared-prefix, multi-turn, file")
     loop = None if rate is not None else concurrency or 0
     plan = w.WorkloadPlan(kind, seed, draw, loop, rate)
-    w.write_workloads(out, kind, [plan.run(index) for index in range(runs)])
+    w.write_workloads(out, out.stem, [plan.run(index) for index in range(runs)])
     print(f"{runs} runs of {len(plan.run(0).requests)} requests in {out}")
 
 

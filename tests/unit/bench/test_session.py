@@ -153,7 +153,7 @@ def test_a_workload_is_written_and_run(model_dir, tmp_path, quick_machine, monke
     run = ("--model", model_dir, "--points", "", "--workload", path, "--out", out, "--device", "cpu")
     assert command(monkeypatch, "run", *run) == 0
     (record,) = [r for r in read(out) if r["point"] == "file"]
-    assert (record["workload"], record["requests"], record["input_len"]) == ("shared-prefix", 3, 24)
+    assert (record["workload"], record["requests"], record["input_len"]) == ("w", 3, 24)
     assert len(record["runs"]) == 1
 
 
