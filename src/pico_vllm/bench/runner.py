@@ -19,7 +19,7 @@ import torch
 from pico_vllm.bench.ceilings import Ceilings
 from pico_vllm.bench.engines.engine import BenchEngine
 from pico_vllm.bench.points import Point, Run
-from pico_vllm.bench.records import RecordWriter, memory_used_bytes
+from pico_vllm.bench.records import RecordWriter, memory_used_bytes, restart_peak_memory
 from pico_vllm.bench.traces import Trace
 from pico_vllm.bench.work import ModelWork, least_bytes, least_flops
 from pico_vllm.bench.workloads import Workload
@@ -125,6 +125,7 @@ def _run_point(
 
 def _run_once(engine: BenchEngine, point: Point, workload: Workload, measuring: Measuring) -> Run:
     gc.collect()
+    restart_peak_memory()
     before = memory_used_bytes(measuring.device)
     if point.offline:
         seconds, num_tokens = engine.run_offline(workload)
@@ -136,7 +137,7 @@ def _run_once(engine: BenchEngine, point: Point, workload: Workload, measuring: 
         check_counts(workload, traces)
         run = point.summarize(traces, point.objective)
         seconds = max(t.times_s[-1] for t in traces) - min(t.submit_s for t in traces)
-    after = memory_used_bytes(measuring.device)
+    after = memory_used_bytes(measuring.device, peak=True)
     run |= {f"{kind}_memory_gib": round(max(before[kind], after[kind]) / 2**30, 3) for kind in after}
     host_share = engine.host_share()
     if host_share is not None:

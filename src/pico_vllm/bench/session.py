@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pico_vllm.bench.calibration import calibrate
-from pico_vllm.bench.ceilings import Ceilings, ceilings_from, measure_ceilings
+from pico_vllm.bench.ceilings import Ceilings, ceilings_from, measure_ceilings, statistic_of
 from pico_vllm.bench.engines.engine import BenchEngine, EngineOptions
 from pico_vllm.bench.engines.loading import EngineSpec, EngineUnavailableError, load_engine
 from pico_vllm.bench.gate import gate_generations
@@ -130,6 +130,7 @@ def run_session(
     writer = RecordWriter(out, model=model.name, dtype=model.dtype, device=model.device, tag=tag)
     result = SessionResult(writer.records)
     engines: dict[str, BenchEngine] = {}
+    contestants: list[Contestant] = []
     try:
         ceilings = None
         if measure_machine:
@@ -152,9 +153,13 @@ def run_session(
         if measure_machine and contestants:
             _write_calibration(writer, model.device, "after", say)
     finally:
-        for engine in engines.values():
-            engine.close()
-        writer.close()
+        with ExitStack() as closing:
+            closing.callback(_free_memory, model.device)
+            closing.callback(writer.close)
+            for engine in engines.values():
+                closing.callback(engine.close)
+            engines.clear()
+            contestants.clear()
     return result
 
 
@@ -238,10 +243,15 @@ def _pass_the_gate(
         )
         contestants.append(Contestant(name, engines[name], fields[name] | {"gate": dataclasses.asdict(check)}))
     del oracle
-    gc.collect()
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _free_memory(model.device)
     return contestants
+
+
+def _free_memory(device: torch.device) -> None:
+    """Of what nothing refers to, for the next session and its engines."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _write_calibration(writer: RecordWriter, device: torch.device, when: str, say: Say) -> None:
@@ -254,4 +264,4 @@ def _write_ceilings(writer: RecordWriter, device: torch.device, dtype: str, say:
     metrics = measure_ceilings(device)
     writer.write(engine="ceilings", point="ceilings", metrics=metrics)
     say("ceilings: " + ", ".join(f"{name} {value['median']:.4g}" for name, value in metrics.items()))
-    return ceilings_from(metrics, getattr(torch, dtype))
+    return ceilings_from(metrics, getattr(torch, dtype), statistic_of(device))

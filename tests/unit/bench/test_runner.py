@@ -123,6 +123,21 @@ def test_a_record_tells_of_the_prefix_cache_that_the_engine_has(writer, has):
     assert writer.records[0]["prefix_caching"] is has
 
 
+def test_memory_is_the_peak_of_a_run_not_what_is_left_after_it(writer):
+    class Greedy(FakeEngine):
+        def serve(self, workload):
+            if workload == self.greedy_at:
+                torch.ones(512 << 18).sum()  # 512 MiB, gone again at once
+            return super().serve(workload)
+
+    engine = Greedy()
+    (point,) = p.make_points(["c1"], OPTIONS)
+    engine.greedy_at = point.workload(1)
+    run(writer, {"greedy": engine}, ["c1"], num_runs=2)
+    first, second = (r["host_memory_gib"] for r in writer.records[0]["runs"])
+    assert first - second > 0.4
+
+
 def test_describe_is_one_line():
     record = {"point": "sweep", "concurrency": 8, "metrics": {"out_tok_s": {"median": 12.34}, "x": {"median": 1}}}
     assert describe("e", record) == "e            sweep      concurrency=8:  12.3 tok/s"

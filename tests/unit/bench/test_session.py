@@ -88,6 +88,40 @@ def test_wrong_outputs_are_never_timed(model_dir, tmp_path, quick_machine, monke
     assert any("pico-vllm: NOT timed, its outputs are wrong" in line for line in said)
 
 
+def test_every_engine_is_closed_even_if_one_fails_to(model_dir, tmp_path, monkeypatch):
+    from pico_vllm.bench.engines import pico_engine
+
+    closed = []
+
+    class Stubborn(pico_engine.PicoEngine):
+        def close(self):
+            closed.append(self)
+            raise RuntimeError("stuck")
+
+    monkeypatch.setattr(pico_engine, "PicoEngine", Stubborn)
+    specs = [parse_engine_spec("pico-vllm@a"), parse_engine_spec("pico-vllm@b")]
+    with (
+        session.open_model(str(model_dir), name=None, dtype="auto", device="cpu") as model,
+        pytest.raises(RuntimeError, match="stuck"),
+    ):
+        session.run_session(specs, model, [], out=tmp_path / "r.jsonl", measure_machine=False, say=lambda line: None)
+    assert len(closed) == 2
+
+
+def test_kernels_that_are_cut_short_keep_their_rows(tmp_path, monkeypatch):
+    from pico_vllm.bench import kernel_session
+    from pico_vllm.bench.kernel_rows import KernelRow
+
+    def cut_short(*args, on_row, **more):
+        on_row(KernelRow("smollm2-135m", "swiglu", "1 token", "cpu", "bfloat16", "cpu", missing="not today"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel_session, "bench_kernels", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        kernel_session.run_kernels(None, torch.device("cpu"), out=tmp_path / "k.jsonl", say=lambda line: None)
+    assert [r["op"] for r in read(tmp_path / "k.jsonl")] == ["swiglu"]
+
+
 def test_two_engines_of_one_name_need_labels(model_dir, tmp_path):
     with session.open_model(str(model_dir), name=None, dtype="auto", device="cpu") as model:
         specs = [parse_engine_spec("pico-vllm"), parse_engine_spec("pico-vllm")]
@@ -210,7 +244,7 @@ def test_a_suite_writes_records_tables_and_plots(model_dir, tmp_path, quick_mach
     )  # fmt: skip
     monkeypatch.setitem(suite.PRESETS, "cpu", ours)
     row = KernelRow("tiny", "swiglu", "1 token", "cpu", "bfloat16", "cpu", missing="not today")
-    monkeypatch.setattr(kernel_session, "bench_kernels", lambda *args, on_row, **more: [row])
+    monkeypatch.setattr(kernel_session, "bench_kernels", lambda *args, on_row, **more: on_row(row) or [row])
     out = tmp_path / "suite"
     arguments = ("suite", "--preset", "cpu", "--out", out, "--model", model_dir, "--device", "cpu")
     assert command(monkeypatch, *arguments) == 0
