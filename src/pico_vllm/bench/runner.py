@@ -68,10 +68,11 @@ class Measuring:
 
 def run_points(
     contestants: Sequence[Contestant], points: Sequence[Point], writer: RecordWriter, measuring: Measuring
-) -> None:
-    """Measure every point on every engine and write the records."""
+) -> list[str]:
+    """Measure every point on every engine and write the records; returns what was left out, with the reason."""
+    left_out: list[str] = []
     for point in points:
-        runs, errors = _run_point(contestants, point, measuring)
+        runs, errors = _run_point(contestants, point, measuring, left_out)
         for contestant in contestants:
             fields = {**contestant.fields, "point": point.name, **point.fields}
             if "prefix_caching" in fields:  # what the engine has, not what it was asked for
@@ -90,10 +91,11 @@ def run_points(
             else:
                 continue
             measuring.say(describe(contestant.name, record))
+    return left_out
 
 
 def _run_point(
-    contestants: Sequence[Contestant], point: Point, measuring: Measuring
+    contestants: Sequence[Contestant], point: Point, measuring: Measuring, left_out: list[str]
 ) -> tuple[dict[str, list[Run]], dict[str, str]]:
     """Returns: each engine's timed runs, and the errors of those that failed. One that can't run it has neither."""
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
@@ -105,7 +107,8 @@ def _run_point(
         if reason is None:
             able.append(contestant)
         else:
-            measuring.say(f"{contestant.name}: left out of {point.label}: {reason}")
+            left_out.append(f"{contestant.name}: left out of {point.label}: {reason}")
+            measuring.say(left_out[-1])
     rounds = int(point.warm_up) + (measuring.num_runs if point.num_runs is None else point.num_runs)
     for round_index in range(rounds):
         workload = point.workload(round_index)

@@ -28,7 +28,7 @@ from pico_vllm.bench.random_model import SHAPES, write_random_model
 from pico_vllm.bench.records import RecordWriter, memory_used_bytes
 from pico_vllm.bench.runner import Contestant, Measuring, Say, run_points
 from pico_vllm.bench.work import model_work
-from pico_vllm.config import ModelConfig, cache_dir
+from pico_vllm.config import DTYPES, ModelConfig, cache_dir
 from pico_vllm.errors import ConfigError
 from pico_vllm.models import default_model
 from pico_vllm.models.source import find_model
@@ -36,6 +36,7 @@ from pico_vllm.oracle.generation_check import GenerationOracle
 from pico_vllm.worker.model_runner import resolve_device
 
 _RANDOM = "random:"
+_DTYPES = ("auto", *DTYPES)
 #: Of the GPU's memory, for all engines of a session together; the gate's oracle takes some of the rest.
 _TOTAL_MEMORY_SHARE = 0.8
 _MAX_MEMORY_SHARE = 0.5
@@ -68,11 +69,13 @@ class SessionResult:
         records: all that were written.
         unavailable: engines that can't be had, with the reason.
         failed_gate: engines that were not timed because their outputs are wrong, with the reason.
+        left_out: points that an engine can't run, with the reason.
     """
 
     records: list[dict[str, Any]]
     unavailable: dict[str, str] = field(default_factory=dict)
     failed_gate: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -82,6 +85,8 @@ def open_model(model: str | None, *, name: str | None, dtype: str, device: str) 
     Raises:
         ConfigError, WeightLoadError: it can't be had.
     """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(_DTYPES)}")
     on = resolve_device(device)
     if model is not None and model.startswith(_RANDOM):
         shape = model.removeprefix(_RANDOM)
@@ -127,6 +132,11 @@ def run_session(
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
         raise ConfigError(f"engines {', '.join(names)} must have different names: add a label, as in pico-vllm@eager")
+    if memory_share is not None and model.device.type != "cuda":
+        raise ConfigError(f"memory_share={memory_share} is of a GPU, and the device is {model.device}: leave it out")
+    if memory_share is not None and not 0 < memory_share <= 1:
+        raise ConfigError(f"memory_share={memory_share} must be in (0, 1]")
+    usual_share = min(_MAX_MEMORY_SHARE, _TOTAL_MEMORY_SHARE / max(1, len(specs)))
     writer = RecordWriter(out, model=model.name, dtype=model.dtype, device=model.device, tag=tag)
     result = SessionResult(writer.records)
     engines: dict[str, BenchEngine] = {}
@@ -140,7 +150,7 @@ def run_session(
             model=str(model.directory),
             dtype=model.dtype,
             device=str(model.device),
-            memory_share=memory_share or min(_MAX_MEMORY_SHARE, _TOTAL_MEMORY_SHARE / max(1, len(specs))),
+            memory_share=usual_share if memory_share is None else memory_share,
             enable_prefix_caching=enable_prefix_caching,
             max_num_seqs=max_num_seqs,
         )
@@ -149,7 +159,7 @@ def run_session(
         element_bytes = torch.finfo(getattr(torch, model.dtype)).bits // 8
         work = model_work(model.config, element_bytes)
         measuring = Measuring(num_runs, model.device, work, ceilings, say)
-        run_points(contestants, points, writer, measuring)
+        result.left_out.extend(run_points(contestants, points, writer, measuring))
         if measure_machine and contestants:
             _write_calibration(writer, model.device, "after", say)
     finally:
