@@ -308,7 +308,9 @@ def _refuse_unused(
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE" and not set(users) & set(chosen):
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is of {', '.join(users)}, not of {where} {','.join(chosen)}: leave it out")
+            raise ConfigError(
+                f"{option} is of {', '.join(users)}, not of {where} {','.join(chosen) or 'none'}: leave it out"
+            )
 
 
 def _make_folder(path: Path) -> None:
