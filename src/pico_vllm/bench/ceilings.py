@@ -64,6 +64,11 @@ def measure_ceilings(device: torch.device, *, quick: bool = False) -> dict[str, 
             torch.cuda.empty_cache()
 
 
+def statistic_of(device: torch.device) -> Literal["median", "best"]:
+    """Which of a metric's two numbers is the ceiling. A CPU has other work: its median may be a third of it."""
+    return "median" if device.type == "cuda" else "best"
+
+
 def ceilings_from(
     measured: dict[str, Metric],
     dtype: torch.dtype = torch.bfloat16,
@@ -74,7 +79,7 @@ def ceilings_from(
     Args:
         measured: by ``measure_ceilings``.
         dtype: of the matrices. One that wasn't multiplied gets the fastest rate there is: the floor is too low then.
-        statistic: "best" for a CPU that other processes use too, where a median may be a third of what it can do.
+        statistic: of the device, as ``statistic_of`` has it.
     """
     rates = {key: metric[statistic] * _TERA for key, metric in measured.items()}
     matmuls = {key: rate for key, rate in rates.items() if key.startswith("matmul_")}

@@ -5,6 +5,7 @@ Parses and prints; everything else is the package's. Heavy imports wait for the 
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +15,8 @@ import typer
 from pico_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from pico_vllm.bench.points import Point, PointOptions
     from pico_vllm.bench.session import SessionResult
 
 ENGINE_HELP = (
@@ -26,6 +26,21 @@ ENGINE_HELP = (
 MODEL_HELP = (
     "Directory, .gguf file, hub id, or random:SHAPE (random:qwen2.5-1.5b). Default: the default model, or the preset's."
 )
+#: Options of ``bench run`` that are of some points only; likewise of ``bench workload`` and its kinds.
+_OF_LOOPS = ("sweep", "burst", "poisson", "multi_turn")
+_OF_POINTS = {
+    **dict.fromkeys(("inputs", "outputs"), ("c1",)),
+    "concurrency": ("sweep", "burst", "uniform"),
+    **dict.fromkeys(("input_len", "output_len"), _OF_LOOPS),
+    "temperature": ("throughput",),
+    **dict.fromkeys(("rate", "num_poisson", "goodput_ttft_ms", "goodput_tpot_ms"), ("poisson",)),
+}
+_OF_KINDS = {
+    "input_len": ("fixed", "uniform", "shared-prefix", "multi-turn"),
+    "prefix_len": ("shared-prefix",),
+    **dict.fromkeys(("turns", "turn_len"), ("multi-turn",)),
+    "prompts": ("file",),
+}
 EXIT_WRONG_OUTPUT = 2  # an engine's outputs are wrong, or a row failed; the rest was measured
 
 app = typer.Typer(help="Measure engines side by side, on one clock, after checking that their outputs are right.")
@@ -33,13 +48,14 @@ app = typer.Typer(help="Measure engines side by side, on one clock, after checki
 
 @app.command()
 def run(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="JSONL file to append records to.")],
     engines: Annotated[list[str] | None, typer.Option("--engine", help=ENGINE_HELP)] = None,
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     model_name: Annotated[str | None, typer.Option(help="What records call the model.")] = None,
     points: Annotated[str, typer.Option(help="Comma-separated names.")] = "c1",
     workload: Annotated[list[Path] | None, typer.Option(help="Also a workload file; repeatable.")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Timed runs a point.")] = 3,
+    runs: Annotated[int | None, typer.Option(min=1, help="Timed runs a point. Default 3; all of a file.")] = None,
     inputs: Annotated[str | None, typer.Option(help="Prompt lengths of c1, comma-separated.")] = None,
     outputs: Annotated[str | None, typer.Option(help="Output lengths of c1, comma-separated.")] = None,
     concurrency: Annotated[str | None, typer.Option(help="Of sweep, burst and uniform, comma-separated.")] = None,
@@ -48,8 +64,8 @@ def run(
     temperature: Annotated[str, typer.Option(help="Of throughput, comma-separated.")] = "0,0.6",
     rate: Annotated[str, typer.Option(help="Requests/s of poisson, comma-separated.")] = "8,32",
     num_poisson: Annotated[int, typer.Option(min=1, help="Requests of poisson.")] = 128,
-    goodput_ttft_ms: Annotated[float, typer.Option(help="Objective of poisson: TTFT at most.")] = 200.0,
-    goodput_tpot_ms: Annotated[float, typer.Option(help="Objective of poisson: TPOT at most.")] = 20.0,
+    goodput_ttft_ms: Annotated[float, typer.Option(min=0, help="Objective of poisson: TTFT at most.")] = 200.0,
+    goodput_tpot_ms: Annotated[float, typer.Option(min=0, help="Objective of poisson: TPOT at most.")] = 20.0,
     seed: Annotated[int, typer.Option(help="Of all prompts.")] = 7,
     dtype: Annotated[str, typer.Option(help="auto = the checkpoint's; or bfloat16, float16, float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -61,10 +77,16 @@ def run(
     """Measure points on one or more engines in turn (A B B A) and write JSONL records."""
     from pico_vllm.bench.engines.loading import parse_engine_spec
     from pico_vllm.bench.metrics import Objective
-    from pico_vllm.bench.points import PointOptions, file_points
+    from pico_vllm.bench.points import POINT_NAMES, PointOptions, file_points, make_points
     from pico_vllm.bench.session import open_model, run_session
     from pico_vllm.bench.workloads import read_workloads
 
+    names = _different("--points", [name.strip() for name in points.split(",") if name.strip()])
+    if unknown := [name for name in names if name not in POINT_NAMES]:
+        raise ConfigError(f"unknown point {unknown[0]!r}; known: {', '.join(POINT_NAMES)}")
+    if not names and not workload:
+        raise ConfigError(f"--points={points!r} and no --workload: there is nothing to measure")
+    _refuse_unused(context, _OF_POINTS, names, "--points")
     specs = [parse_engine_spec(text) for text in engines or ["pico-vllm"]]
     sizes: dict[str, Any] = {
         "inputs": _numbers("--inputs", inputs, int),
@@ -85,15 +107,16 @@ def run(
             prefix_caching=enable_prefix_caching,
             **chosen,
         )
-        todo = _points(points, options)
+        todo = make_points(names, options)
         for path in workload or ():
-            todo += file_points(*read_workloads(path))
+            name, workloads = read_workloads(path)
+            todo += file_points(name, workloads, vocab_size=bench_model.config.vocab_size, num_runs=runs)
         result = run_session(
             specs,
             bench_model,
             todo,
             out=out,
-            num_runs=runs,
+            num_runs=3 if runs is None else runs,
             tag=tag,
             enable_prefix_caching=enable_prefix_caching,
             max_num_seqs=max_num_seqs,
@@ -123,7 +146,7 @@ def suite(
         raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     plan = PRESETS[preset]
     specs = [parse_engine_spec(text) for text in engines or plan.engines]
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
     path = out / f"{preset}.jsonl"
     if path.exists():
         raise ConfigError(f"{path} exists: give an empty folder, so that two runs don't mix")
@@ -168,6 +191,8 @@ def compare(
     from pico_vllm.bench.report import load_records
 
     records = {str(path): load_records([path]) for path in files}
+    if out is not None:
+        _make_folder(out)
     Console().print(render(compare_records(records)))
     if out is not None:
         _write_reports(files, out)
@@ -201,6 +226,7 @@ def kernels(
 
 @app.command()
 def workload(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="JSONL file to write.")],
     kind: Annotated[str, typer.Option(help="fixed, uniform, shared-prefix, multi-turn or file.")] = "fixed",
     num: Annotated[int, typer.Option(min=1, help="Requests (of multi-turn: conversations).")] = 64,
@@ -226,9 +252,14 @@ def workload(
 
     if concurrency is not None and rate is not None:
         raise ConfigError(f"--concurrency {concurrency} and --rate {rate} exclude each other")
+    _refuse_unused(context, _OF_KINDS, [kind], "--kind")
     source = find_model(model)
     vocab_size = source.model_config().vocab_size
     input_range, output_range = _range("--input-len", input_len), _range("--output-len", output_len)
+    if kind not in ("fixed", "uniform"):
+        for option, (low, high) in (("--input-len", input_range), ("--output-len", output_range)):
+            if low != high:
+                raise ConfigError(f"{option}={low}-{high}: --kind {kind} takes one length, not a range")
     if kind in ("fixed", "uniform"):
         draw = w.uniform_lengths(num, input_range, output_range, vocab_size)
     elif kind == "shared-prefix":
@@ -243,7 +274,7 @@ def workload(
         raise ConfigError(f"unknown --kind {kind!r}; known: fixed, uniform, shared-prefix, multi-turn, file")
     loop = None if rate is not None else concurrency or 0
     plan = w.WorkloadPlan(kind, seed, draw, loop, rate)
-    w.write_workloads(out, kind, [plan.run(index) for index in range(runs)])
+    w.write_workloads(out, out.stem, [plan.run(index) for index in range(runs)])
     print(f"{runs} runs of {len(plan.run(0).requests)} requests in {out}")
 
 
@@ -257,7 +288,36 @@ def _numbers(option: str, text: str | None, kind: Any) -> tuple[Any, ...] | None
         raise ConfigError(f"{option}={text!r} must be numbers with commas between them") from None
     if any(value < 0 or (kind is int and value < 1) for value in values):
         raise ConfigError(f"{option}={text!r}: a number is too small")
+    if not all(map(math.isfinite, values)):
+        raise ConfigError(f"{option}={text!r}: numbers must be finite")
+    return tuple(_different(option, values))
+
+
+def _different(option: str, values: Sequence[Any]) -> Sequence[Any]:
+    """Twice the same would be the same prompts twice: a prefix cache would have them."""
+    if repeated := [value for index, value in enumerate(values) if value in values[:index]]:
+        raise ConfigError(f"{option}: {repeated[0]} is there twice; for more runs there is --runs")
     return values
+
+
+def _refuse_unused(
+    context: typer.Context, options: Mapping[str, Sequence[str]], chosen: Sequence[str], where: str
+) -> None:
+    """An option of something that isn't asked for would be ignored."""
+    for name, users in options.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and not set(users) & set(chosen):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} is of {', '.join(users)}, not of {where} {','.join(chosen) or 'none'}: leave it out"
+            )
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"can't make the folder {path}: {error}") from None
 
 
 def _range(option: str, text: str) -> tuple[int, int]:
@@ -269,16 +329,6 @@ def _range(option: str, text: str) -> tuple[int, int]:
     if not 1 <= values[0] <= values[1]:
         raise ConfigError(f"{option}={text!r} must be N or LOW-HIGH with 1 <= LOW <= HIGH")
     return values
-
-
-def _points(text: str, options: PointOptions) -> list[Point]:
-    from pico_vllm.bench.points import POINT_NAMES, make_points
-
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in POINT_NAMES]
-    if unknown:
-        raise ConfigError(f"unknown point {unknown[0]!r}; known: {', '.join(POINT_NAMES)}")
-    return make_points(names, options)
 
 
 def _read_prompts(path: Path, source: Any, default_max_tokens: int) -> list[tuple[list[int], int]]:
@@ -323,7 +373,7 @@ def _write_reports(files: Sequence[Path], out: Path) -> str:
     from pico_vllm.bench.report import load_records, to_csv, to_markdown
 
     records = {str(path): load_records([path]) for path in files}
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
     markdown = to_markdown(records)
     (out / "report.md").write_text(markdown)
     (out / "report.csv").write_text(to_csv(records))
@@ -337,9 +387,9 @@ def _end(*results: SessionResult) -> None:
     errors = [record for result in results for record in result.records if "error" in record]
     measured = [record for result in results for record in result.records if "runs" in record]
     if not measured:
-        raise ConfigError(
-            "nothing was measured: "
-            + "; ".join(f"{k}: {v}" for r in results for k, v in {**r.unavailable, **r.failed_gate}.items())
-        )
+        reasons = [f"{k}: {v}" for r in results for k, v in {**r.unavailable, **r.failed_gate}.items()]
+        reasons += [reason for result in results for reason in result.left_out]
+        reasons += [f"{record['engine']}, {record['point']}: {record['error']}" for record in errors]
+        raise ConfigError(f"nothing was measured: {'; '.join(reasons)}")
     if errors or any(result.failed_gate for result in results):
         sys.exit(EXIT_WRONG_OUTPUT)

@@ -37,7 +37,7 @@ class Dispatcher:
                 self._waiting.append(index)
             else:
                 self._followers.setdefault(request.follows, []).append(index)
-        self._num_live = 0
+        self._live: set[int] = set()
         self._num_ended = 0
 
     @property
@@ -48,7 +48,12 @@ class Dispatcher:
     @property
     def num_live(self) -> int:
         """Requests sent and not ended."""
-        return self._num_live
+        return len(self._live)
+
+    @property
+    def live(self) -> list[int]:
+        """Indices of the requests sent and not ended."""
+        return sorted(self._live)
 
     def traces(self) -> list[Trace]:
         """One a request, in the workload's order; all have ended."""
@@ -71,7 +76,7 @@ class Dispatcher:
         """A request is being sent; ``now_s`` was read just before."""
         arrival_s = now_s if self._concurrency is not None else self._arrival_s(index)
         self._traces[index] = Trace(prompt_len, arrival_s, now_s)
-        self._num_live += 1
+        self._live.add(index)
 
     def received(self, index: int, now_s: float, token_ids: Sequence[int], num_tokens: int | None = None) -> None:
         """New tokens of a live request were seen.
@@ -91,7 +96,7 @@ class Dispatcher:
 
     def ended(self, index: int) -> None:
         """A request has given its last token; its followers may be sent."""
-        self._num_live -= 1
+        self._live.discard(index)
         self._num_ended += 1
         for follower in self._followers.get(index, ()):
             if self._concurrency is not None:
@@ -102,7 +107,7 @@ class Dispatcher:
     # --------------------------------------------------------------------------------------------------- private
     def _may_send(self, index: int, now_s: float) -> bool:
         if self._concurrency is not None:
-            return self._num_live < self._concurrency
+            return len(self._live) < self._concurrency
         return self._arrival_s(index) <= now_s
 
     def _arrival_s(self, index: int) -> float:

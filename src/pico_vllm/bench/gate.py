@@ -35,7 +35,7 @@ def gate_generations(
         vocab_size: of the model.
         widest: requests at once of the benchmark.
         longest: prompt tokens of the benchmark.
-        max_len: tokens of a request at most.
+        max_len: tokens of a request at most, by the model; what the engine itself has no room for is left out too.
         seed: of the prompts.
 
     Raises:
@@ -43,7 +43,10 @@ def gate_generations(
     """
     rng = random.Random(f"gate/{seed}")
     prompts = [random_ids(rng, n, vocab_size) for n in PROMPT_LENGTHS if n + NUM_NEW_TOKENS <= max_len]
+    prompts = [prompt for prompt in prompts if _fits(engine, prompt, NUM_NEW_TOKENS)]
     long_prompt = random_ids(rng, max(1, min(longest, MAX_LONG_PROMPT, max_len - WIDE_NEW_TOKENS)), vocab_size)
+    while len(long_prompt) > 1 and not _fits(engine, long_prompt, WIDE_NEW_TOKENS):
+        long_prompt = long_prompt[: len(long_prompt) // 2]
     wide = [random_ids(rng, WIDE_PROMPT_LEN, vocab_size) for _ in range(min(widest, MAX_WIDTH))]
     generations: list[Generation] = []
     for batch, new_tokens, concurrency in (
@@ -52,11 +55,16 @@ def gate_generations(
         ([long_prompt], WIDE_NEW_TOKENS, 1),
         (wide, WIDE_NEW_TOKENS, len(wide)),
     ):
-        generations += _generate(engine, batch, new_tokens, concurrency)
+        if batch:
+            generations += _generate(engine, batch, new_tokens, concurrency)
     scored = engine.score(prompts, NUM_NEW_TOKENS)
     if scored is not None:
         generations += [Generation(p, s.token_ids, s.logprobs) for p, s in zip(prompts, scored, strict=True)]
     return generations
+
+
+def _fits(engine: BenchEngine, prompt: tuple[int, ...], new_tokens: int) -> bool:
+    return engine.why_not(Workload((WorkloadRequest(prompt, new_tokens),), 1)) is None
 
 
 def _generate(

@@ -55,14 +55,18 @@ def run_kernels(
         raise ConfigError(f"--backend={backend!r} must be one of {', '.join(BACKENDS)}")
     chosen = resolve_backend(backend, device)
 
+    writer = None
+    if out is not None:
+        writer = RecordWriter(out, model=f"{shape} shape", dtype=dtype, device=device, tag=tag)
+
     def tell(row: KernelRow) -> None:
+        if writer is not None:
+            writer.write(**{k: v for k, v in row.to_dict().items() if k not in ("device", "dtype")})
         outcome = row.error or row.missing or f"{row.fraction:.0%} of the floor's speed"
         say(f"{row.op:24s} {row.case}: {outcome}")
 
-    rows = bench_kernels(chosen, device, DTYPES[dtype], SHAPES[shape], only, on_row=tell)
-    if out is not None:
-        writer = RecordWriter(out, model=f"{shape} shape", dtype=dtype, device=device, tag=tag)
-        for row in rows:
-            writer.write(**{k: v for k, v in row.to_dict().items() if k not in ("device", "dtype")})
-        writer.close()
-    return rows
+    try:
+        return bench_kernels(chosen, device, DTYPES[dtype], SHAPES[shape], only, on_row=tell)
+    finally:
+        if writer is not None:
+            writer.close()

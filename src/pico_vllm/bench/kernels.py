@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pico_vllm.bench.ceilings import Ceilings, ceilings_from, measure_ceilings
+from pico_vllm.bench.ceilings import Ceilings, ceilings_from, measure_ceilings, statistic_of
 from pico_vllm.bench.cuda_timing import time_on_cuda
 from pico_vllm.bench.kernel_cases import OPS
 from pico_vllm.bench.kernel_rows import KernelRow
@@ -79,8 +79,7 @@ def bench_kernels(
     """
     chosen = _choose(ops, only)
     if ceilings is None:
-        statistic = "median" if device.type == "cuda" else "best"
-        ceilings = ceilings_from(measure_ceilings(device, quick=quick), dtype, statistic)
+        ceilings = ceilings_from(measure_ceilings(device, quick=quick), dtype, statistic_of(device))
     bench = _KernelBench(backend, device, dtype, shapes.smallest() if quick else shapes, ceilings, quick)
     rows: list[KernelRow] = []
     with torch.inference_mode(), _quiet_sdpa():

@@ -9,7 +9,8 @@
     multi_turn  conversations: each turn's prompt is the conversation so far and some new tokens
     poisson     arrivals at a rate, whether the engine keeps up or not; goodput under an objective
 
-Every point has one warm-up run that is not recorded, and prompts are drawn anew for every run.
+Every point has one warm-up run that is not recorded (but streamed throughput, which follows its offline runs), and
+prompts are drawn anew for every run.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pico_vllm.bench.workloads import (
     shared_prefix,
     uniform_lengths,
 )
+from pico_vllm.errors import ConfigError
 
 Run = dict[str, Any]
 
@@ -135,7 +137,8 @@ def throughput_points(o: PointOptions) -> list[Point]:
     points: list[Point] = []
     for temperature in o.temperatures:
         for how in ("offline", "stream"):
-            shift = 7 * len(points)  # a run has prompts of its own among all of them
+            # A run has prompts of its own among all of them.
+            place, stride = len(points), 2 * len(o.temperatures)
             fields = {
                 "how": how,
                 "temperature": temperature,
@@ -146,8 +149,10 @@ def throughput_points(o: PointOptions) -> list[Point]:
                 "out_tokens": sum(num_out for _, num_out in lengths),
             }
 
-            def workload(run: int, shift: int = shift, temperature: float = temperature) -> Workload:
-                return _throughput_run(lengths, run + shift, temperature, o.vocab_size)
+            def workload(
+                run: int, place: int = place, stride: int = stride, temperature: float = temperature
+            ) -> Workload:
+                return _throughput_run(lengths, run * stride + place, temperature, o.vocab_size)
 
             streams = how == "stream"
             num_runs = 1 if streams else None
@@ -243,8 +248,32 @@ _MAKERS: dict[str, Callable[[PointOptions], list[Point]]] = {
 POINT_NAMES = tuple(_MAKERS)
 
 
-def file_points(name: str, workloads: Sequence[Workload]) -> list[Point]:
-    """A workload that was read from a file: its first run warms up, the others are timed; a single run does both."""
+def file_points(
+    name: str, workloads: Sequence[Workload], *, vocab_size: int | None = None, num_runs: int | None = None
+) -> list[Point]:
+    """A workload that was read from a file: its first run warms up, the others are timed; a single run does both.
+
+    Args:
+        name: in records.
+        workloads: one a run.
+        vocab_size: of the model that is to run it.
+        num_runs: timed runs; None = all that the file holds.
+
+    Raises:
+        ConfigError: a token id that the model doesn't know, or more runs than the file holds.
+    """
+    highest = max(max(request.prompt_token_ids) for w in workloads for request in w.requests)
+    lowest = min(min(request.prompt_token_ids) for w in workloads for request in w.requests)
+    if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
+        raise ConfigError(
+            f"workload {name}: token ids from {lowest} to {highest}, the model has 0 to {(vocab_size or 0) - 1}; "
+            "write it with this model"
+        )
+    held = max(1, len(workloads) - 1)
+    if num_runs is not None and num_runs > held:
+        raise ConfigError(
+            f"--runs={num_runs}: workload {name} holds {held} timed run(s); write it with --runs {num_runs + 1}"
+        )
     first = workloads[0]
     lens = [len(request.prompt_token_ids) for request in first.requests]
     outputs = [request.max_tokens for request in first.requests]
@@ -255,8 +284,7 @@ def file_points(name: str, workloads: Sequence[Workload]) -> list[Point]:
         "concurrency": first.concurrency,
         "requests": len(first.requests),
     }
-    num_runs = max(1, len(workloads) - 1)
-    return [Point("file", fields, lambda run: workloads[min(run, len(workloads) - 1)], num_runs=num_runs)]
+    return [Point("file", fields, lambda run: workloads[min(run, len(workloads) - 1)], num_runs=num_runs or held)]
 
 
 # ---------------------------------------------------------------------------------------------------------- private

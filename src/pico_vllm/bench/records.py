@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -16,6 +17,9 @@ import transformers
 import triton
 
 from pico_vllm.environment import collect_environment
+from pico_vllm.errors import ConfigError
+
+_CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 class RecordWriter:
@@ -26,11 +30,17 @@ class RecordWriter:
         model: what is written as the model's name.
         dtype, device: of the engines.
         tag: of the whole run.
+
+    Raises:
+        ConfigError: the file can't be written.
     """
 
     def __init__(self, path: Path, *, model: str, dtype: str, device: torch.device, tag: str = "") -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = path.open("a")
+        except OSError as error:
+            raise ConfigError(f"can't write records to {path}: {error}") from None
         self._machine = machine_fields(device) | {"model": model, "dtype": dtype, "tag": tag}
         self.records: list[dict[str, Any]] = []
 
@@ -79,15 +89,36 @@ def current_commit() -> str | None:
     return commit + ("+changes" if is_dirty else "")
 
 
-def memory_used_bytes(device: torch.device) -> Mapping[str, int]:
-    """Memory in use: of the whole GPU (other processes' engines count too), and of this process on the host."""
+def restart_peak_memory() -> None:
+    """Let the peak of this process's memory count from now; where that can't be done it counts from further back."""
+    with contextlib.suppress(OSError):
+        _CLEAR_REFS.write_text("5")
+
+
+def memory_used_bytes(device: torch.device, *, peak: bool = False) -> Mapping[str, int]:
+    """Memory in use: of the whole GPU (other processes' engines count too), and of this process on the host.
+
+    Args:
+        device: whose memory.
+        peak: of the host's the highest since ``restart_peak_memory``. A GPU's is what engines hold, and they hold what
+            they have once used.
+    """
     import psutil
 
-    used = {"host": psutil.Process().memory_info().rss}
+    used = {"host": (_host_peak_bytes() if peak else None) or psutil.Process().memory_info().rss}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         used["device"] = total - free
     return used
+
+
+def _host_peak_bytes() -> int | None:
+    """None where the system doesn't tell."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return None
 
 
 def _git(tree: Path, *args: str) -> str:

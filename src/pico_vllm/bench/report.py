@@ -23,6 +23,7 @@ from pico_vllm.bench.results import (
     metric_names,
     metric_title,
     numbers_of,
+    runs_of,
     summaries_of,
 )
 from pico_vllm.bench.run_labels import (
@@ -91,7 +92,7 @@ def _csv_values(record: Record) -> Iterator[tuple[object, ...]]:
             yield from ((metric, "run", i, "", value, "") for i, value in enumerate(summary))
         else:
             yield metric, "median", "", "", summary, ""
-    for i, run in enumerate(record.get("runs") or []):
+    for i, run in enumerate(runs_of(record)):
         for metric, value in _flat(run):
             if isinstance(value, list):
                 yield from ((metric, "run", i, request, x, "") for request, x in enumerate(value))

@@ -147,7 +147,7 @@ def metric_names(records: Iterable[Record]) -> list[str]:
     names: dict[str, None] = {}
     for record in records:
         names |= dict.fromkeys(summaries_of(record))
-        for run in _runs_of(record):
+        for run in runs_of(record):
             names |= dict.fromkeys(name for name, value in run.items() if number_of(value) is not None)
     return list(names)
 
@@ -160,11 +160,12 @@ def measured_metrics(records: Sequence[Record], wanted: Iterable[str]) -> list[s
 
 def run_values(record: Record, metric: str) -> list[float]:
     """What each run measured; empty where the record doesn't say."""
-    values = (_run_value(run, metric) for run in _runs_of(record))
+    values = (_run_value(run, metric) for run in runs_of(record))
     return [value for value in values if value is not None]
 
 
-def _runs_of(record: Record) -> list[Record]:
+def runs_of(record: Record) -> list[Record]:
+    """Each run's numbers; empty where the record has none."""
     runs = record.get("runs")
     return [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
 

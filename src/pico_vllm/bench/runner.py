@@ -19,7 +19,7 @@ import torch
 from pico_vllm.bench.ceilings import Ceilings
 from pico_vllm.bench.engines.engine import BenchEngine
 from pico_vllm.bench.points import Point, Run
-from pico_vllm.bench.records import RecordWriter, memory_used_bytes
+from pico_vllm.bench.records import RecordWriter, memory_used_bytes, restart_peak_memory
 from pico_vllm.bench.traces import Trace
 from pico_vllm.bench.work import ModelWork, least_bytes, least_flops
 from pico_vllm.bench.workloads import Workload
@@ -68,12 +68,15 @@ class Measuring:
 
 def run_points(
     contestants: Sequence[Contestant], points: Sequence[Point], writer: RecordWriter, measuring: Measuring
-) -> None:
-    """Measure every point on every engine and write the records."""
+) -> list[str]:
+    """Measure every point on every engine and write the records; returns what was left out, with the reason."""
+    left_out: list[str] = []
     for point in points:
-        runs, errors = _run_point(contestants, point, measuring)
+        runs, errors = _run_point(contestants, point, measuring, left_out)
         for contestant in contestants:
             fields = {**contestant.fields, "point": point.name, **point.fields}
+            if "prefix_caching" in fields:  # what the engine has, not what it was asked for
+                fields["prefix_caching"] = contestant.fields.get("settings", {}).get("prefix_caching")
             if contestant.name in errors:
                 record = writer.write(**fields, error=errors[contestant.name][:500])
             elif runs[contestant.name]:
@@ -88,10 +91,11 @@ def run_points(
             else:
                 continue
             measuring.say(describe(contestant.name, record))
+    return left_out
 
 
 def _run_point(
-    contestants: Sequence[Contestant], point: Point, measuring: Measuring
+    contestants: Sequence[Contestant], point: Point, measuring: Measuring, left_out: list[str]
 ) -> tuple[dict[str, list[Run]], dict[str, str]]:
     """Returns: each engine's timed runs, and the errors of those that failed. One that can't run it has neither."""
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
@@ -103,7 +107,8 @@ def _run_point(
         if reason is None:
             able.append(contestant)
         else:
-            measuring.say(f"{contestant.name}: left out of {point.label}: {reason}")
+            left_out.append(f"{contestant.name}: left out of {point.label}: {reason}")
+            measuring.say(left_out[-1])
     rounds = int(point.warm_up) + (measuring.num_runs if point.num_runs is None else point.num_runs)
     for round_index in range(rounds):
         workload = point.workload(round_index)
@@ -123,6 +128,7 @@ def _run_point(
 
 def _run_once(engine: BenchEngine, point: Point, workload: Workload, measuring: Measuring) -> Run:
     gc.collect()
+    restart_peak_memory()
     before = memory_used_bytes(measuring.device)
     if point.offline:
         seconds, num_tokens = engine.run_offline(workload)
@@ -134,7 +140,7 @@ def _run_once(engine: BenchEngine, point: Point, workload: Workload, measuring: 
         check_counts(workload, traces)
         run = point.summarize(traces, point.objective)
         seconds = max(t.times_s[-1] for t in traces) - min(t.submit_s for t in traces)
-    after = memory_used_bytes(measuring.device)
+    after = memory_used_bytes(measuring.device, peak=True)
     run |= {f"{kind}_memory_gib": round(max(before[kind], after[kind]) / 2**30, 3) for kind in after}
     host_share = engine.host_share()
     if host_share is not None:

@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pico_vllm.bench.calibration import calibrate
-from pico_vllm.bench.ceilings import Ceilings, ceilings_from, measure_ceilings
+from pico_vllm.bench.ceilings import Ceilings, ceilings_from, measure_ceilings, statistic_of
 from pico_vllm.bench.engines.engine import BenchEngine, EngineOptions
 from pico_vllm.bench.engines.loading import EngineSpec, EngineUnavailableError, load_engine
 from pico_vllm.bench.gate import gate_generations
@@ -28,7 +28,7 @@ from pico_vllm.bench.random_model import SHAPES, write_random_model
 from pico_vllm.bench.records import RecordWriter, memory_used_bytes
 from pico_vllm.bench.runner import Contestant, Measuring, Say, run_points
 from pico_vllm.bench.work import model_work
-from pico_vllm.config import ModelConfig, cache_dir
+from pico_vllm.config import DTYPES, ModelConfig, cache_dir
 from pico_vllm.errors import ConfigError
 from pico_vllm.models import default_model
 from pico_vllm.models.source import find_model
@@ -36,6 +36,7 @@ from pico_vllm.oracle.generation_check import GenerationOracle
 from pico_vllm.worker.model_runner import resolve_device
 
 _RANDOM = "random:"
+_DTYPES = ("auto", *DTYPES)
 #: Of the GPU's memory, for all engines of a session together; the gate's oracle takes some of the rest.
 _TOTAL_MEMORY_SHARE = 0.8
 _MAX_MEMORY_SHARE = 0.5
@@ -68,11 +69,13 @@ class SessionResult:
         records: all that were written.
         unavailable: engines that can't be had, with the reason.
         failed_gate: engines that were not timed because their outputs are wrong, with the reason.
+        left_out: points that an engine can't run, with the reason.
     """
 
     records: list[dict[str, Any]]
     unavailable: dict[str, str] = field(default_factory=dict)
     failed_gate: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -82,6 +85,8 @@ def open_model(model: str | None, *, name: str | None, dtype: str, device: str) 
     Raises:
         ConfigError, WeightLoadError: it can't be had.
     """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(_DTYPES)}")
     on = resolve_device(device)
     if model is not None and model.startswith(_RANDOM):
         shape = model.removeprefix(_RANDOM)
@@ -127,9 +132,15 @@ def run_session(
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
         raise ConfigError(f"engines {', '.join(names)} must have different names: add a label, as in pico-vllm@eager")
+    if memory_share is not None and model.device.type != "cuda":
+        raise ConfigError(f"memory_share={memory_share} is of a GPU, and the device is {model.device}: leave it out")
+    if memory_share is not None and not 0 < memory_share <= 1:
+        raise ConfigError(f"memory_share={memory_share} must be in (0, 1]")
+    usual_share = min(_MAX_MEMORY_SHARE, _TOTAL_MEMORY_SHARE / max(1, len(specs)))
     writer = RecordWriter(out, model=model.name, dtype=model.dtype, device=model.device, tag=tag)
     result = SessionResult(writer.records)
     engines: dict[str, BenchEngine] = {}
+    contestants: list[Contestant] = []
     try:
         ceilings = None
         if measure_machine:
@@ -139,7 +150,7 @@ def run_session(
             model=str(model.directory),
             dtype=model.dtype,
             device=str(model.device),
-            memory_share=memory_share or min(_MAX_MEMORY_SHARE, _TOTAL_MEMORY_SHARE / max(1, len(specs))),
+            memory_share=usual_share if memory_share is None else memory_share,
             enable_prefix_caching=enable_prefix_caching,
             max_num_seqs=max_num_seqs,
         )
@@ -148,13 +159,17 @@ def run_session(
         element_bytes = torch.finfo(getattr(torch, model.dtype)).bits // 8
         work = model_work(model.config, element_bytes)
         measuring = Measuring(num_runs, model.device, work, ceilings, say)
-        run_points(contestants, points, writer, measuring)
+        result.left_out.extend(run_points(contestants, points, writer, measuring))
         if measure_machine and contestants:
             _write_calibration(writer, model.device, "after", say)
     finally:
-        for engine in engines.values():
-            engine.close()
-        writer.close()
+        with ExitStack() as closing:
+            closing.callback(_free_memory, model.device)
+            closing.callback(writer.close)
+            for engine in engines.values():
+                closing.callback(engine.close)
+            engines.clear()
+            contestants.clear()
     return result
 
 
@@ -238,10 +253,15 @@ def _pass_the_gate(
         )
         contestants.append(Contestant(name, engines[name], fields[name] | {"gate": dataclasses.asdict(check)}))
     del oracle
-    gc.collect()
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _free_memory(model.device)
     return contestants
+
+
+def _free_memory(device: torch.device) -> None:
+    """Of what nothing refers to, for the next session and its engines."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _write_calibration(writer: RecordWriter, device: torch.device, when: str, say: Say) -> None:
@@ -254,4 +274,4 @@ def _write_ceilings(writer: RecordWriter, device: torch.device, dtype: str, say:
     metrics = measure_ceilings(device)
     writer.write(engine="ceilings", point="ceilings", metrics=metrics)
     say("ceilings: " + ", ".join(f"{name} {value['median']:.4g}" for name, value in metrics.items()))
-    return ceilings_from(metrics, getattr(torch, dtype))
+    return ceilings_from(metrics, getattr(torch, dtype), statistic_of(device))

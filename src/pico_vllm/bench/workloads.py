@@ -16,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pico_vllm.errors import ConfigError
 
@@ -52,7 +53,8 @@ class Workload:
     """One run's requests, and how they arrive.
 
     Attributes:
-        requests: in the order of their submission.
+        requests: in the order of their submission; in an open loop arrivals don't go back in time, but for those of
+            later turns.
         concurrency: live requests at most (closed loop); None = open loop, and every request has an arrival.
     """
 
@@ -73,6 +75,22 @@ class Workload:
                 raise ConfigError(
                     f"request {index}: arrival_s belongs to the open loop (concurrency None), and to it only"
                 )
+        self._check_arrivals()
+
+    def _check_arrivals(self) -> None:
+        latest = 0.0
+        for index, request in enumerate(self.requests):
+            if request.arrival_s is None:
+                continue
+            if not 0 <= request.arrival_s < math.inf:
+                raise ConfigError(f"request {index}: arrival_s={request.arrival_s} must be in [0, inf)")
+            if request.follows is None:
+                if request.arrival_s < latest:
+                    raise ConfigError(
+                        f"request {index}: arrival_s={request.arrival_s} is before {latest} of a request above it: "
+                        "sort them"
+                    )
+                latest = request.arrival_s
 
     @property
     def num_output_tokens(self) -> int:
@@ -218,7 +236,7 @@ def poisson_arrivals(requests: Iterable[WorkloadRequest], rate: float, rng: rand
 # ------------------------------------------------------------------------------------------------------------ files
 def write_workloads(path: Path, name: str, workloads: Sequence[Workload]) -> None:
     """Write the runs of a workload: a header line, then one line a request."""
-    with path.open("w") as file:
+    with _create(path) as file:
         header = {"workload": name, "num_runs": len(workloads), "concurrency": [w.concurrency for w in workloads]}
         file.write(json.dumps(header) + "\n")
         for run, workload in enumerate(workloads):
@@ -240,12 +258,28 @@ def read_workloads(path: Path) -> tuple[str, list[Workload]]:
     number = 1
     try:
         header = json.loads(lines[0])
-        runs: list[list[WorkloadRequest]] = [[] for _ in range(header["num_runs"])]
+        num_runs = header["num_runs"]
+        if num_runs < 1:
+            raise ValueError(f"num_runs={num_runs} must be at least 1")
+        runs: list[list[WorkloadRequest]] = [[] for _ in range(num_runs)]
         for number, line in enumerate(lines[1:], 2):  # noqa: B007 (the error names it)
             fields: dict[str, Any] = json.loads(line)
             fields["prompt_token_ids"] = tuple(fields["prompt_token_ids"])
-            runs[fields.pop("run")].append(WorkloadRequest(**fields))
+            if not all(type(token_id) is int for token_id in fields["prompt_token_ids"]):
+                raise ValueError("prompt_token_ids must be integers")
+            run = fields.pop("run")
+            if not 0 <= run < num_runs:
+                raise ValueError(f"run={run} must be in [0, {num_runs - 1}]")
+            runs[run].append(WorkloadRequest(**fields))
         loops = zip(runs, header["concurrency"], strict=True)
         return header["workload"], [Workload(tuple(requests), concurrency) for requests, concurrency in loops]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"{path}, line {number}: no workload: {type(error).__name__}: {error}") from None
+
+
+def _create(path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w")
+    except OSError as error:
+        raise ConfigError(f"can't write the workload {path}: {error}") from None

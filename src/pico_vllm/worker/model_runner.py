@@ -239,11 +239,16 @@ def resolve_device(name: str) -> torch.device:
     """Find the device; "auto" is a GPU where torch sees one, else the CPU.
 
     Raises:
-        ConfigError: a GPU is asked for that torch doesn't see.
+        ConfigError: a GPU is asked for that torch doesn't see, or something that is neither a GPU nor the CPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pico_vllm.bench.ceilings import Ceilings, ceilings_from, measure_ceilings
+from pico_vllm.bench.ceilings import Ceilings, ceilings_from, measure_ceilings, statistic_of
 
 MEASURED = {
     "copy_TBps": {"median": 4.0, "best": 4.25, "what": ""},
@@ -28,6 +28,10 @@ def test_a_cpu_has_every_ceiling():
         assert 0 < metric["median"] <= metric["best"]
     assert measured["copy_TBps"]["what"] == "64 MiB to 64 MiB, bytes read + written"
     assert "no Triton" in measured["read_TBps"]["what"]
+
+
+def test_the_ceiling_of_a_cpu_is_the_best_that_was_measured():
+    assert statistic_of(torch.device("cpu")) == "best" and statistic_of(torch.device("cuda")) == "median"
 
 
 def test_floors_use_medians_in_plain_units():

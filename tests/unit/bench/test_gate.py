@@ -129,6 +129,14 @@ def test_the_gate_runs_alone_together_wide_and_long():
     assert len(engine.serve_calls[2].requests[0].prompt_token_ids) == 2048
 
 
+def test_prompts_that_the_engine_has_no_room_for_are_left_out(model_dir, oracles):
+    engine = PicoEngine(options(model_dir, "float32", max_model_len=100))
+    found = generations(engine)  # the model itself takes 256
+    assert max(len(g.prompt_token_ids) + len(g.token_ids) for g in found) <= 100
+    assert sorted({len(g.prompt_token_ids) for g in found}) == [1, 15, 16, 17, 24, 33, 50]
+    assert oracles["float32"].check(found).passes
+
+
 def test_prompts_that_the_model_has_no_room_for_are_left_out():
     engine = FakeEngine()
     found = gate_generations(engine, vocab_size=300, widest=1, longest=5000, max_len=100)

@@ -5,6 +5,7 @@ import pytest
 from bench_fakes import FakeEngine
 from pico_vllm.bench import points as p
 from pico_vllm.bench.traces import Trace
+from pico_vllm.errors import ConfigError
 
 OPTIONS = p.PointOptions(151_936)
 
@@ -46,7 +47,7 @@ def test_throughput_has_the_tokens_of_the_committed_records():
 
 def test_no_two_throughput_runs_share_a_prompt():
     points = p.make_points(["throughput"], OPTIONS)
-    first = [point.workload(run).requests[0].prompt_token_ids for point in points for run in range(4)]
+    first = [point.workload(run).requests[0].prompt_token_ids for point in points for run in range(12)]
     assert len(set(first)) == len(first)
 
 
@@ -109,3 +110,13 @@ def test_a_file_warms_up_with_its_first_run():
     assert point.fields == {"workload": "mine", "input_len": 3, "output_len": 128, "concurrency": 2, "requests": 2}
     (single,) = p.file_points("mine", runs[:1])
     assert single.num_runs == 1 and single.workload(1) == runs[0]
+
+
+def test_a_file_has_the_runs_and_the_vocabulary_that_are_asked_for():
+    runs = [one("burst", p.PointOptions(1000, concurrencies=(2,), input_len=n)).workload(0) for n in (3, 4, 5)]
+    (point,) = p.file_points("mine", runs, vocab_size=1000, num_runs=1)
+    assert point.num_runs == 1
+    with pytest.raises(ConfigError, match=r"--runs=3: workload mine holds 2 timed run\(s\); write it with --runs 4"):
+        p.file_points("mine", runs, num_runs=3)
+    with pytest.raises(ConfigError, match="the model has 0 to 99; write it with this model"):
+        p.file_points("mine", runs, vocab_size=100)

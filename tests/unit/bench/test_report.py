@@ -245,3 +245,8 @@ def test_csv_quotes_what_needs_it():
     (row, *_) = rows_of(to_csv([c1(ttft=[1], decode=[1], model='a "b", c', objective={"ttft_ms": 1})]))
     assert row["model"] == 'a "b", c'
     assert row["objective"] == '{"ttft_ms": 1}'
+
+
+def test_csv_skips_runs_that_are_no_runs():
+    odd = [record("c1", metrics={"out_tok_s": 1.0}) | {"runs": runs} for runs in (3, ["x", None], None, {"a": 1})]
+    assert [r["value"] for r in rows_of(to_csv(odd))] == ["1.0"] * 4

@@ -1,6 +1,7 @@
 """The runner: order of the engines, wrong outputs, and what a record holds."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -113,6 +114,32 @@ def test_shares_are_of_the_ceilings(writer):
     assert metrics["bandwidth_share"]["median"] == round(3468 / 0.070 / 1e6, 5)
     # 2 * (16 * 100 + 11 * 10) + 4 * 136 * 6 = 6684
     assert metrics["flops_share"]["median"] == round(6684 / 0.070 / 1e6, 5)
+
+
+@pytest.mark.parametrize("has", [True, False, None])
+def test_a_record_tells_of_the_prefix_cache_that_the_engine_has(writer, has):
+    fields = {"engine": "fake", "settings": {"prefix_caching": has}}
+    (point,) = p.make_points(["prefix"], p.PointOptions(1000, prefix_len=5, own_len=2, prefix_caching=not has))
+    run_points([Contestant("fake", FakeEngine(), fields)], [point], writer, Measuring(1, CPU, say=lambda line: None))
+    assert writer.records[0]["prefix_caching"] is has
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="no /proc/self/clear_refs to restart a peak"
+)
+def test_memory_is_the_peak_of_a_run_not_what_is_left_after_it(writer):
+    class Greedy(FakeEngine):
+        def serve(self, workload):
+            if workload == self.greedy_at:
+                torch.ones(512 << 18).sum()  # 512 MiB, gone again at once
+            return super().serve(workload)
+
+    engine = Greedy()
+    (point,) = p.make_points(["c1"], OPTIONS)
+    engine.greedy_at = point.workload(1)
+    run(writer, {"greedy": engine}, ["c1"], num_runs=2)
+    first, second = (r["host_memory_gib"] for r in writer.records[0]["runs"])
+    assert first - second > 0.4
 
 
 def test_describe_is_one_line():

@@ -88,6 +88,40 @@ def test_wrong_outputs_are_never_timed(model_dir, tmp_path, quick_machine, monke
     assert any("pico-vllm: NOT timed, its outputs are wrong" in line for line in said)
 
 
+def test_every_engine_is_closed_even_if_one_fails_to(model_dir, tmp_path, monkeypatch):
+    from pico_vllm.bench.engines import pico_engine
+
+    closed = []
+
+    class Stubborn(pico_engine.PicoEngine):
+        def close(self):
+            closed.append(self)
+            raise RuntimeError("stuck")
+
+    monkeypatch.setattr(pico_engine, "PicoEngine", Stubborn)
+    specs = [parse_engine_spec("pico-vllm@a"), parse_engine_spec("pico-vllm@b")]
+    with (
+        session.open_model(str(model_dir), name=None, dtype="auto", device="cpu") as model,
+        pytest.raises(RuntimeError, match="stuck"),
+    ):
+        session.run_session(specs, model, [], out=tmp_path / "r.jsonl", measure_machine=False, say=lambda line: None)
+    assert len(closed) == 2
+
+
+def test_kernels_that_are_cut_short_keep_their_rows(tmp_path, monkeypatch):
+    from pico_vllm.bench import kernel_session
+    from pico_vllm.bench.kernel_rows import KernelRow
+
+    def cut_short(*args, on_row, **more):
+        on_row(KernelRow("smollm2-135m", "swiglu", "1 token", "cpu", "bfloat16", "cpu", missing="not today"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel_session, "bench_kernels", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        kernel_session.run_kernels(None, torch.device("cpu"), out=tmp_path / "k.jsonl", say=lambda line: None)
+    assert [r["op"] for r in read(tmp_path / "k.jsonl")] == ["swiglu"]
+
+
 def test_two_engines_of_one_name_need_labels(model_dir, tmp_path):
     with session.open_model(str(model_dir), name=None, dtype="auto", device="cpu") as model:
         specs = [parse_engine_spec("pico-vllm"), parse_engine_spec("pico-vllm")]
@@ -153,7 +187,7 @@ def test_a_workload_is_written_and_run(model_dir, tmp_path, quick_machine, monke
     run = ("--model", model_dir, "--points", "", "--workload", path, "--out", out, "--device", "cpu")
     assert command(monkeypatch, "run", *run) == 0
     (record,) = [r for r in read(out) if r["point"] == "file"]
-    assert (record["workload"], record["requests"], record["input_len"]) == ("shared-prefix", 3, 24)
+    assert (record["workload"], record["requests"], record["input_len"]) == ("w", 3, 24)
     assert len(record["runs"]) == 1
 
 
@@ -182,14 +216,51 @@ def test_prompts_of_a_file_are_tokenised(model_dir, tmp_path, monkeypatch, capsy
         (("workload", "--out", "x", "--kind", "file"), "needs --prompts"),
         (("workload", "--out", "x", "--rate", "1", "--concurrency", "2"), "exclude each other"),
         (("compare", "missing.jsonl"), "missing.jsonl"),
+        (("run", "--points", "c1,sweep,c1", "--out", "x"), "--points: c1 is there twice"),
+        (("run", "--inputs", "8,9,8", "--out", "x"), "--inputs: 8 is there twice"),
+        (("run", "--points", "", "--out", "x"), "there is nothing to measure"),
+        (("run", "--concurrency", "4", "--out", "x"), "--concurrency is of sweep, burst, uniform, not of --points c1"),
+        (("run", "--points", "poisson", "--rate", "inf", "--out", "x"), "--rate='inf': numbers must be finite"),
+        (("run", "--dtype", "int8", "--out", "x"), "dtype='int8' must be one of auto, bfloat16"),
+        (("run", "--device", "tpu", "--out", "x"), "device='tpu' must be auto, cpu, cuda or cuda:N"),
+        (("run", "--device", "mps", "--out", "x"), "device='mps' must be auto, cpu, cuda or cuda:N"),
+        (("run", "--memory-share", "0", "--device", "cpu", "--out", "x"), "memory_share=0.0 is of a GPU"),
+        (("run", "--device", "cpu", "--out", "."), "can't write records to ."),
+        (
+            ("run", "--points", "sweep", "--input-len", "999", "--concurrency", "2", "--device", "cpu", "--out", "x"),
+            "nothing was measured: pico-vllm: left out of sweep input_len=999 output_len=128 concurrency=2",
+        ),
+        (("suite", "--preset", "cpu", "--out", "{file}"), "can't make the folder"),
+        (("compare", "{records}", "--out", "{file}"), "can't make the folder"),
+        (("workload", "--out", "."), "can't write the workload"),
+        (("workload", "--out", "x", "--turns", "3"), "--turns is of multi-turn, not of --kind fixed"),
+        (("workload", "--out", "x", "--kind", "multi-turn", "--input-len", "3-5"), "takes one length, not a range"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(model_dir, tmp_path, quick_machine, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "records").write_text('{"point": "c1"}')
+    arguments = [argument.format(file="file", records="records") for argument in arguments]
     if arguments[0] in ("run", "workload"):
         arguments = (*arguments, "--model", model_dir)
     assert command(monkeypatch, *arguments) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_row_that_failed_is_why_nothing_was_measured(model_dir, tmp_path, quick_machine, monkeypatch, capsys):
+    from pico_vllm.bench.engines import pico_engine
+
+    class Failing(pico_engine.PicoEngine):
+        def add(self, index, prompt_token_ids, max_tokens, temperature):
+            if max_tokens == 5:  # the point's, not the gate's
+                raise RuntimeError("out of luck")
+            super().add(index, prompt_token_ids, max_tokens, temperature)
+
+    monkeypatch.setattr(pico_engine, "PicoEngine", Failing)
+    options = ("--inputs", "8", "--outputs", "5", "--device", "cpu", "--out", tmp_path / "r.jsonl")
+    assert command(monkeypatch, "run", "--model", model_dir, *options) == 1
+    assert "nothing was measured: pico-vllm, c1: RuntimeError: out of luck" in capsys.readouterr().err
 
 
 def test_a_suite_writes_records_tables_and_plots(model_dir, tmp_path, quick_machine, monkeypatch, capsys):
@@ -210,7 +281,7 @@ def test_a_suite_writes_records_tables_and_plots(model_dir, tmp_path, quick_mach
     )  # fmt: skip
     monkeypatch.setitem(suite.PRESETS, "cpu", ours)
     row = KernelRow("tiny", "swiglu", "1 token", "cpu", "bfloat16", "cpu", missing="not today")
-    monkeypatch.setattr(kernel_session, "bench_kernels", lambda *args, on_row, **more: [row])
+    monkeypatch.setattr(kernel_session, "bench_kernels", lambda *args, on_row, **more: on_row(row) or [row])
     out = tmp_path / "suite"
     arguments = ("suite", "--preset", "cpu", "--out", out, "--model", model_dir, "--device", "cpu")
     assert command(monkeypatch, *arguments) == 0

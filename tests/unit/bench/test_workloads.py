@@ -100,6 +100,17 @@ def test_round_trip_through_a_file(tmp_path):
         ('{"workload": "x", "num_runs": 1, "concurrency": [1]}\n{"run": 0}\n', "line 2"),
         ('{"workload": "x", "num_runs": 1, "concurrency": [1]}\n{"run": 3, "prompt_token_ids": [1]}\n', "line 2"),
         ('{"workload": "x", "num_runs": 1, "concurrency": [1]}\nnonsense\n', "line 2"),
+        ('{"workload": "x", "num_runs": 0, "concurrency": []}\n', "line 1: .* num_runs=0 must be at least 1"),
+        (
+            '{"workload": "x", "num_runs": 1, "concurrency": [1]}\n'
+            '{"run": -1, "prompt_token_ids": [1], "max_tokens": 1}\n',
+            r"line 2: .* run=-1 must be in \[0, 0\]",
+        ),
+        (
+            '{"workload": "x", "num_runs": 1, "concurrency": [1]}\n'
+            '{"run": 0, "prompt_token_ids": ["a"], "max_tokens": 1}\n',
+            "line 2: .* integers",
+        ),
     ],
 )
 def test_a_file_that_is_no_workload_is_told_by_line(tmp_path, text, said):
@@ -107,6 +118,11 @@ def test_a_file_that_is_no_workload_is_told_by_line(tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         w.read_workloads(path)
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    with pytest.raises(ConfigError, match="can't write the workload"):
+        w.write_workloads(tmp_path, "x", [])
 
 
 def test_a_missing_file(tmp_path):
@@ -124,6 +140,13 @@ def test_a_missing_file(tmp_path):
         ([w.WorkloadRequest((1,), 1)], None, "arrival_s"),
         ([w.WorkloadRequest((1,), 1, arrival_s=1.0)], 3, "arrival_s"),
         ([w.WorkloadRequest((1,), 1, follows=0)], 3, "earlier"),
+        (
+            [w.WorkloadRequest((1,), 1, arrival_s=a) for a in (0.0, 2.0, 1.0)],
+            None,
+            "request 2: arrival_s=1.0 is before 2.0",
+        ),
+        ([w.WorkloadRequest((1,), 1, arrival_s=-1.0)], None, "must be in"),
+        ([w.WorkloadRequest((1,), 1, arrival_s=float("nan"))], None, "must be in"),
     ],
 )
 def test_a_workload_that_makes_no_sense_is_refused(requests, concurrency, said):

@@ -8,6 +8,7 @@ that submits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -124,13 +125,27 @@ class SteppedEngine:
         """Run one step."""
         raise NotImplementedError
 
+    def abort(self, indices: Sequence[int]) -> None:
+        """Forget requests of a run that has failed; some may never have reached the engine."""
+
     def settle(self) -> None:
         """Finish what the engine still does after its last token."""
 
     def serve(self, workload: Workload) -> list[Trace]:
-        """Run a workload on the clock."""
+        """Run a workload on the clock. If that fails, no request of it stays in the engine: other points go on."""
+        dispatcher = Dispatcher(workload, self.clock())
+        try:
+            self._drive(workload, dispatcher)
+        except Exception:
+            with contextlib.suppress(Exception):  # the engine is broken: the first error says more
+                self.abort(dispatcher.live)
+                self.settle()
+            raise
+        self.settle()
+        return dispatcher.traces()
+
+    def _drive(self, workload: Workload, dispatcher: Dispatcher) -> None:
         clock, requests = self.clock, workload.requests
-        dispatcher = Dispatcher(workload, clock())
         while not dispatcher.done:
             for index, prompt in dispatcher.due(clock()):
                 request = requests[index]
@@ -148,8 +163,6 @@ class SteppedEngine:
                     dispatcher.received(index, now_s, token_ids)
                 if has_ended:
                     dispatcher.ended(index)
-        self.settle()
-        return dispatcher.traces()
 
     def run_offline(self, workload: Workload) -> tuple[float, int]:
         """Run a burst; an engine without a batch call of its own is stepped."""
@@ -216,6 +229,13 @@ class StreamingEngine:
 
     async def _serve(self, workload: Workload) -> list[Trace]:
         dispatcher = Dispatcher(workload, time.perf_counter())
+        try:
+            await self._drive(workload, dispatcher)
+        except ExceptionGroup as group:
+            raise _first_error(group) from None  # the group's own message says nothing
+        return dispatcher.traces()
+
+    async def _drive(self, workload: Workload, dispatcher: Dispatcher) -> None:
         async with asyncio.TaskGroup() as tasks:
             live: set[asyncio.Task[None]] = set()
             while not dispatcher.done:
@@ -228,10 +248,16 @@ class StreamingEngine:
                     _, live = await asyncio.wait(live, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 elif wait_s is not None:
                     await asyncio.sleep(wait_s)
-        return dispatcher.traces()
 
     async def _one(self, dispatcher: Dispatcher, workload: Workload, index: int, prompt: Sequence[int]) -> None:
         request = workload.requests[index]
         async for num_tokens, token_ids in self.stream(prompt, request.max_tokens, request.temperature):
             dispatcher.received(index, time.perf_counter(), token_ids, num_tokens)
         dispatcher.ended(index)
+
+
+def _first_error(group: ExceptionGroup[Exception]) -> Exception:
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -30,10 +30,11 @@ class OpenAIEngine(StreamingEngine):
     Args:
         url: with or without ``/v1``.
         options: ``model`` is the checkpoint it serves; ``extra`` goes into every request's body, but for "served_model"
-            (the name it is served under; default: the first of /v1/models) and "api_key".
+            (the name it is served under; default: the first of /v1/models), "api_key" and "prefix_caching" (whether
+            the server has its prefix cache on, which it tells nobody; without it records leave that open).
 
     Raises:
-        ConfigError: nothing answers there, or what answers is no such server.
+        ConfigError: nothing answers there, what answers is no such server, or an option is one of the server's start.
     """
 
     def __init__(self, url: str, options: EngineOptions) -> None:
@@ -43,6 +44,18 @@ class OpenAIEngine(StreamingEngine):
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._extra = dict(options.extra)
         key = self._extra.pop("api_key", None)
+        prefix_caching = self._extra.pop("prefix_caching", None)
+        if prefix_caching not in (True, False, None):
+            raise ConfigError(f"prefix_caching={prefix_caching!r} of {url} must be true or false")
+        if options.enable_prefix_caching and prefix_caching is not True:
+            raise ConfigError(
+                "enable_prefix_caching=True can't be asked of a running server: start it with its prefix cache and say "
+                f'so with {url}={{"prefix_caching": true}}, or leave it at False'
+            )
+        if options.max_num_seqs is not None:
+            raise ConfigError(
+                f"max_num_seqs={options.max_num_seqs} can't be asked of a running server: start it so, and leave it out"
+            )
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             answer = httpx2.get(f"{self._url}/models", headers=self._headers, timeout=_CONNECT_TIMEOUT_S)
@@ -54,7 +67,12 @@ class OpenAIEngine(StreamingEngine):
         self._model_dir = Path(options.model)
         self._tokenizer: Any = None
         version = answer.headers.get("server", "unknown")
-        settings = {"served_model": self._served_model, "extra": self._extra}
+        settings = {
+            "url": self._url,
+            "served_model": self._served_model,
+            "prefix_caching": prefix_caching,
+            "extra": self._extra,
+        }
         self.info = EngineInfo("openai", version, "server", round(time.perf_counter() - start, 2), settings)
 
     def serve(self, workload: Workload) -> list[Trace]:

@@ -85,6 +85,11 @@ class PicoEngine(SteppedEngine):
         """Run one step."""
         return [(int(d.request_id), d.new_token_ids, d.finish_reason is not None) for d in self.engine.step()]
 
+    def abort(self, indices: Sequence[int]) -> None:
+        """End requests in any state."""
+        for index in indices:
+            self.engine.abort(str(index))
+
     def score(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[ScoredOutput]:
         """Greedy tokens with log-probabilities, all prompts at once."""
         params = SamplingParams(

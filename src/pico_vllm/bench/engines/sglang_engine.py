@@ -45,7 +45,7 @@ class SglangEngine(StreamingEngine):
         self._engine = sglang.Engine(**(arguments | options.extra))
         arguments_used = self._engine.tokenizer_manager.server_args
         settings = {name: str(getattr(arguments_used, name, None)) for name in _REPORTED}
-        settings |= {"prefix_caching": options.enable_prefix_caching, "extra": options.extra}
+        settings |= {"prefix_caching": not arguments_used.disable_radix_cache, "extra": options.extra}
         start_s = round(time.perf_counter() - start, 2)
         self.info = EngineInfo("sglang", sglang.__version__, "multiprocess", start_s, settings)
 

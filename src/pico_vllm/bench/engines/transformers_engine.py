@@ -40,11 +40,16 @@ class TransformersEngine(SteppedEngine):
         )
         self._model = model.to(options.device).eval()
         self._device = options.device
+        # Nothing of the checkpoint's generation_config.json: a repetition penalty would change greedy answers too. And
         # EOS is a token like any other: min_new_tokens would mask it, and the answers would no longer be greedy.
-        self._model.generation_config.eos_token_id = None
-        self._model.generation_config.pad_token_id = 0
+        self._model.generation_config = transformers.GenerationConfig(pad_token_id=0)
         self._max_len = self._model.config.max_position_embeddings
-        settings = {"cache": self._cache or "dynamic", "attention": attention, "prefix_caching": False}
+        settings = {
+            "cache": self._cache or "dynamic",
+            "attention": attention,
+            "prefix_caching": False,
+            "max_num_seqs": 1,
+        }
         start_s = round(time.perf_counter() - start, 2)
         self.info = EngineInfo("transformers", transformers.__version__, "in-process", start_s, settings)
 

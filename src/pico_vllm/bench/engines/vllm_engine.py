@@ -50,7 +50,7 @@ class VllmEngine(SteppedEngine):
         config = self._engine.vllm_config
         self._max_model_len = config.model_config.max_model_len
         settings = {
-            "prefix_caching": options.enable_prefix_caching,
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "max_model_len": self._max_model_len,
@@ -60,7 +60,7 @@ class VllmEngine(SteppedEngine):
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "max_cudagraph_size": config.compilation_config.max_cudagraph_capture_size,
             "block_size": config.cache_config.block_size,
-            "gpu_memory_utilization": options.memory_share,
+            "gpu_memory_utilization": (arguments | extra)["gpu_memory_utilization"],
             "extra": options.extra,
         }
         mode = "multiprocess" if self._multiprocess else "in-process"
@@ -79,8 +79,16 @@ class VllmEngine(SteppedEngine):
 
     def step(self) -> Step:
         """Run one step, or take what the other process has sent."""
-        outputs = self._engine.step()
-        return [(int(o.request_id.partition("-")[2]), o.outputs[0].token_ids, o.finished) for o in outputs]
+        of_this_run = f"{self._run}-"
+        return [
+            (int(o.request_id.removeprefix(of_this_run)), o.outputs[0].token_ids, o.finished)
+            for o in self._engine.step()
+            if o.request_id.startswith(of_this_run)
+        ]
+
+    def abort(self, indices: Sequence[int]) -> None:
+        """End requests in any state."""
+        self._engine.abort_request([f"{self._run}-{index}" for index in indices])
 
     def settle(self) -> None:
         """Let the step that runs ahead of the outputs end, so that it does not run into the next measurement."""
