@@ -40,6 +40,7 @@ def attention_cases(
     """A model's decodes (whole, split, of one tile a program, merging themselves), merges and prefills."""
     shape = (group, head_dim, block_size, dtype)
     decodes = dict.fromkeys((config.decode, config.short_decode, config.crowded_decode))
+    few_tiles = dict.fromkeys(dataclasses.replace(decode, num_stages=2) for decode in decodes)
     prefills = dict.fromkeys((config.prefill, config.short_prefill))
     return [
         *(
@@ -47,9 +48,12 @@ def attention_cases(
             for decode in decodes
             for is_split in (False, True)
         ),
-        decode_case(architecture, dataclasses.replace(config.decode, num_stages=2), *shape),
+        *(decode_case(architecture, decode, *shape) for decode in few_tiles if decode not in decodes),
         decode_case(architecture, config.decode, *shape, fused_splits=8),
-        *(merge_case(architecture, merge, 2 * group, head_dim, dtype) for merge in config.merges),
+        *(
+            merge_case(architecture, merge, 2 * group, head_dim, dtype)
+            for merge in (*config.merges, config.many_rows_merge)
+        ),
         *(
             prefill_case(architecture, prefill, *shape, is_split=is_split)
             for prefill in prefills
@@ -87,7 +91,8 @@ def decode_case(
         "PDL": architecture >= 90,
     }
     kind = " split" * is_split + " fused" * (fused_splits > 0)
-    name = f"decode {dtype} {group}x{head_dim} N {config.block_n} query_len {query_len}{kind}"
+    shape = f"N {config.block_n} w {config.num_warps} s {config.num_stages}"
+    name = f"decode {dtype} {group}x{head_dim} {shape} query_len {query_len}{kind}"
     return _case(name, attention_decode._decode_kernel, constexprs, dtype, config.num_warps, config.num_stages)
 
 
@@ -130,7 +135,8 @@ def prefill_case(
         "IS_SPLIT": is_split,
         "PDL": architecture >= 90,
     }
-    name = f"prefill {dtype} {group}x{head_dim} tile {config.block_m}x{config.block_n}{' split' * is_split}"
+    shape = f"{config.block_m}x{config.block_n} w {config.num_warps} s {config.num_stages}"
+    name = f"prefill {dtype} {group}x{head_dim} tile {shape}{' split' * is_split}"
     name += " one loop" * (not config.separates_diagonal)
     return _case(name, attention_prefill._prefill_kernel, constexprs, dtype, config.num_warps, config.num_stages)
 

@@ -484,6 +484,7 @@ BAD_OPTIONS = {
     "tensor_parallel_size": [0, 2, True, "1", None],
     "skip_tokenizer_init": [1, "no", None],
     "engine_core_process": [1, "no", None],
+    "enforce_eager": [1, "no", None],
     "dtype": ["float64", "", None, 16],
     "load_format": ["pickle", "", None],
     "backend": ["cuda", "", None],

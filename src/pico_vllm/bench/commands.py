@@ -187,14 +187,16 @@ def compare(
     from rich.console import Console
 
     from pico_vllm.bench.compare import compare as compare_records
-    from pico_vllm.bench.compare import render
+    from pico_vllm.bench.compare import render, to_markdown
     from pico_vllm.bench.report import load_records
 
     records = {str(path): load_records([path]) for path in files}
     if out is not None:
         _make_folder(out)
-    Console().print(render(compare_records(records)))
+    comparison = compare_records(records)
+    Console().print(render(comparison))
     if out is not None:
+        (out / "compare.md").write_text(to_markdown(comparison))
         _write_reports(files, out)
 
 

@@ -92,13 +92,6 @@ class KernelRow:
         }
 
 
-def kernel_markdown(rows: Sequence[KernelRow]) -> str:
-    """A GitHub table, a line a row."""
-    lines = ["| " + " | ".join(_HEADER) + " |", "|---|---|" + "---:|" * 6 + "---|---:|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in _cells(row)) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
 def kernel_table(rows: Sequence[KernelRow]) -> Table:
     """The same for a terminal; what is wrong is red, what is slower than torch yellow."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -20,6 +20,9 @@ from typing import Any
 from pico_vllm.bench.results import higher_is_better
 from pico_vllm.bench.traces import Trace
 
+#: Gaps between tokens that a record lists one by one; of more it holds the quantiles 0, 1/200 … 1.
+_MAX_RAW_GAPS = 2048
+_NUM_GAP_QUANTILES = 200
 #: Numbers of a run that describe it and are not folded over runs.
 _NOT_METRICS = ("out_tokens", "raw")
 
@@ -100,7 +103,17 @@ def summarize(traces: Sequence[Trace], objective: Objective | None = None) -> di
     if late > 0:
         run["submit_late_ms_max"] = _ms(late)
     run["raw"] = {"ttft_ms": [_ms(x) for x in ttft], "tpot_ms": [_ms(x) for x in tpot], "e2e_ms": [_ms(x) for x in e2e]}
+    run["raw"] |= _raw_gaps(itl)
     return run
+
+
+def _raw_gaps(itl: Sequence[float]) -> dict[str, list[float | None]]:
+    """All gaps, or of very many their quantiles: a record stays one readable line."""
+    if len(itl) <= _MAX_RAW_GAPS:
+        return {"itl_ms": [_ms(x) for x in itl]}
+    shares = (i / _NUM_GAP_QUANTILES for i in range(_NUM_GAP_QUANTILES + 1))
+    ordered = sorted(itl)
+    return {"itl_ms_quantiles": [_ms(percentile(ordered, share)) for share in shares]}
 
 
 def _statistics(name: str, values: Sequence[float]) -> dict[str, float | None]:

@@ -159,10 +159,13 @@ def run_session(
         element_bytes = torch.finfo(getattr(torch, model.dtype)).bits // 8
         work = model_work(model.config, element_bytes)
         measuring = Measuring(num_runs, model.device, work, ceilings, say)
+        gc.collect()
+        gc.freeze()  # a full collection would walk over every engine's objects in the middle of a measurement
         result.left_out.extend(run_points(contestants, points, writer, measuring))
         if measure_machine and contestants:
             _write_calibration(writer, model.device, "after", say)
     finally:
+        gc.unfreeze()
         with ExitStack() as closing:
             closing.callback(_free_memory, model.device)
             closing.callback(writer.close)

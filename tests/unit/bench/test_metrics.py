@@ -47,7 +47,12 @@ def test_one_request():
     assert run["tpot_ms_median"] == 133.3333  # (1.9 - 1.5) / 3
     assert run["e2e_ms_median"] == 900.0
     assert run["decode_tok_s"] == 7.5  # 1 / 0.13333
-    assert run["raw"] == {"ttft_ms": [500.0], "tpot_ms": [133.3333], "e2e_ms": [900.0]}
+    assert run["raw"] == {
+        "ttft_ms": [500.0],
+        "tpot_ms": [133.3333],
+        "e2e_ms": [900.0],
+        "itl_ms": [100.0, 200.0, 100.0],
+    }
     assert "goodput_req_s" not in run and "submit_late_ms_max" not in run
 
 
@@ -132,3 +137,12 @@ def test_fold_leaves_out_what_is_no_metric():
     assert fold([{"out_tokens": 5, "raw": {}, "tpot_ms_median": None, "dur_s": 2.0}]) == {
         "dur_s": {"median": 2.0, "best": 2.0, "spread": 0.0}
     }
+
+
+def test_of_very_many_gaps_a_record_holds_quantiles():
+    times = [(i * (i + 1) / 2 / 1e3, 1) for i in range(2050)]  # gaps of 1, 2 … 2049 ms
+    raw = summarize([trace(1, -1.0, times)])["raw"]
+    assert "itl_ms" not in raw
+    quantiles = raw["itl_ms_quantiles"]
+    assert len(quantiles) == 201
+    assert (quantiles[0], quantiles[100], quantiles[200]) == (1.0, 1025.0, 2049.0)
