@@ -11,12 +11,12 @@ Percentiles interpolate linearly between order statistics. Times are in ms in re
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pico_vllm.bench import timing
 from pico_vllm.bench.results import higher_is_better
 from pico_vllm.bench.traces import Trace
 
@@ -47,13 +47,7 @@ class Objective:
 
 def percentile(values: Sequence[float], share: float) -> float | None:
     """The value below which ``share`` (0 … 1) of the values lie; None without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return timing.percentile(values, share) if values else None
 
 
 def inter_token_latencies_s(trace: Trace) -> list[float]:

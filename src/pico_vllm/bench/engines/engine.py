@@ -109,7 +109,26 @@ Sleep = Callable[[float], None]
 Step = list[tuple[int, Sequence[int], bool]]
 
 
-class SteppedEngine:
+class _Defaults:
+    """What an engine need not say."""
+
+    def why_not(self, workload: Workload) -> str | None:
+        """Anything goes."""
+        return None
+
+    def score(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[ScoredOutput] | None:
+        """No log-probabilities."""
+        return None
+
+    def host_share(self) -> float | None:
+        """Not known."""
+        return None
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class SteppedEngine(_Defaults):
     """Base of the engines that this process steps: the loop, over ``add`` and ``step``."""
 
     info: EngineInfo
@@ -170,23 +189,8 @@ class SteppedEngine:
         traces = self.serve(workload)
         return self.clock() - start, sum(trace.num_tokens for trace in traces)
 
-    def why_not(self, workload: Workload) -> str | None:
-        """Anything goes unless the engine says otherwise."""
-        return None
 
-    def score(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[ScoredOutput] | None:
-        """No log-probabilities unless the engine says otherwise."""
-        return None
-
-    def host_share(self) -> float | None:
-        """Not known unless the engine says otherwise."""
-        return None
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-class StreamingEngine:
+class StreamingEngine(_Defaults):
     """Base of the engines that stream: the loop, as one asyncio task a live request, over ``stream``."""
 
     info: EngineInfo
@@ -211,21 +215,6 @@ class StreamingEngine:
         start = time.perf_counter()
         traces = self.serve(workload)
         return time.perf_counter() - start, sum(trace.num_tokens for trace in traces)
-
-    def why_not(self, workload: Workload) -> str | None:
-        """Anything goes unless the engine says otherwise."""
-        return None
-
-    def score(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[ScoredOutput] | None:
-        """No log-probabilities unless the engine says otherwise."""
-        return None
-
-    def host_share(self) -> float | None:
-        """The engine's host is another process."""
-        return None
-
-    def close(self) -> None:
-        """Nothing to free."""
 
     async def _serve(self, workload: Workload) -> list[Trace]:
         dispatcher = Dispatcher(workload, time.perf_counter())
