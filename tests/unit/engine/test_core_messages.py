@@ -238,6 +238,7 @@ OPTIONS = {
     "load_format": "dummy",
     "device": "cuda:1",
     "backend": "reference",
+    "enforce_eager": True,
     "seed": 2**63 - 1,
     "engine_core_process": True,
     "block_size": 8,

@@ -367,7 +367,7 @@ def test_an_error_inside_a_step_costs_no_request(checkpoint, answer, monkeypatch
     runner = llm.engine.core.executor.runner
     target, name = {
         "build": (runner._rows, "build"),
-        "model": (runner, "_model"),
+        "model": (runner._model, "hidden_rows"),
         "sample": (runner, "_sampler"),
         "record": (runner._rows, "record_sampled"),
     }[where]
@@ -400,14 +400,14 @@ def test_an_error_inside_a_step_costs_no_request(checkpoint, answer, monkeypatch
 def test_ctrl_c_inside_a_step_of_generate_leaves_nothing_behind(checkpoint, answer, monkeypatch):
     llm = make_llm(checkpoint)
     runner = llm.engine.core.executor.runner
-    original, calls = runner._model, iter(range(100))
+    original, calls = runner._model.hidden_rows, iter(range(100))
 
     def interrupted(*args):
         if next(calls) == 2:
             raise KeyboardInterrupt
         return original(*args)
 
-    monkeypatch.setattr(runner, "_model", interrupted)
+    monkeypatch.setattr(runner._model, "hidden_rows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT] * 4, greedy(50))
     assert_idle(llm.engine)
