@@ -417,6 +417,25 @@ def kept_intervals(logits: list[int], temperature: float, k: int, p: float) -> d
 
 
 @each_implementation("sample")
+@pytest.mark.parametrize("num_ties", [0, 20, 33, 400])
+def test_small_top_k_in_every_row_gives_the_reference_tokens(impl, num_ties):
+    """Few candidates are then looked at; ties at the k-th may be more than those."""
+    n = 12 if impl.is_slow else 60
+    logits = random_tensor(n, 3000, dtype=torch.float32, seed=5) * 3
+    top_k = torch.arange(n) % 50 + 1
+    for row in range(n):  # the k-th largest, many times
+        logits[row, torch.randperm(3000, generator=torch.Generator().manual_seed(row))[:num_ties]] = (
+            logits[row].sort(descending=True).values[top_k[row] - 1]
+        )
+    top_p = torch.tensor([1.0, 0.9, 0.3])[torch.arange(n) % 3]
+    min_p = torch.tensor([0.0, 0.05])[torch.arange(n) % 2]
+    uniform = (torch.arange(n, dtype=torch.float64) * 0.618).frac()
+    arguments = (logits, torch.full((n,), 0.8), top_k, top_p, uniform, min_p)
+    expected = sampling.sample_reference(*arguments)
+    assert impl.op(*(argument.to(impl.device) for argument in arguments)).tolist() == expected.tolist()
+
+
+@each_implementation("sample")
 def test_row_without_top_p_keeps_all_beside_a_row_with_a_narrow_one(impl):
     # Row 0 has 2000 nearly equal tokens, more than are looked at first; row 1 needs one. 0.9003 is id 1800, and id 7.
     logits = torch.stack((torch.arange(2000).flip(0) * 1e-6, torch.zeros(2000)))
