@@ -23,14 +23,14 @@ def checkpoint(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def graphs(checkpoint):
     llm = LLM(str(checkpoint), **OPTIONS)
-    assert llm.engine.core.executor.runner._graphs is not None
+    assert llm.engine.core.executor.runner.uses_cuda_graphs
     return llm
 
 
 @pytest.fixture(scope="module")
 def eager(checkpoint):
     llm = LLM(str(checkpoint), **OPTIONS, enforce_eager=True)
-    assert llm.engine.core.executor.runner._graphs is None
+    assert not llm.engine.core.executor.runner.uses_cuda_graphs
     return llm
 
 

@@ -106,6 +106,11 @@ class ModelRunner:
         """Requests the device holds a row for."""
         return self._rows.num_rows
 
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether steps that fit a captured size are replayed."""
+        return self._graphs is not None
+
     def set_backend(self, backend: KernelBackend) -> None:
         """Run with other ops from the next step on; parameters and KV cache stay. For recording and bisecting."""
         self.backend = backend

@@ -52,6 +52,7 @@ class PicoEngine(SteppedEngine):
         config, runner = self.engine.config, core_in_this_process(self.engine.core).executor.runner
         settings = {
             "backend": runner.backend.name,
+            "cuda_graphs": runner.uses_cuda_graphs,
             "prefix_caching": config.cache.enable_prefix_caching,
             "block_size": config.cache.block_size,
             "num_blocks": self.engine.core.limits.num_blocks,
