@@ -12,7 +12,7 @@ from pico_vllm.kernels import attention_decode, attention_merge, attention_prefi
 from pico_vllm.kernels.attention_config import AttentionConfig, DecodeConfig, MergeConfig, PrefillConfig, select_config
 
 _ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-_POINTERS = dict.fromkeys(("block_tables", "query_start_loc", "seq_lens", "slot_mapping", "split_counters"), "*i32")
+_POINTERS = dict.fromkeys(("block_tables", "query_start_loc", "seq_lens", "slot_mapping"), "*i32")
 _FP32 = {"partial_out": "*fp32", "partial_lse": "*fp32", "qk_scale": "fp32"}
 _TENSORS = ("query", "key", "value", "kv_cache", "out")
 #: Multiples of 16 for every model: strides of rows of head_dim numbers, and addresses of tensors of their own.
@@ -37,7 +37,7 @@ def compile_cases(architecture: int) -> list[CompileCase]:
 def attention_cases(
     architecture: int, config: AttentionConfig, group: int, head_dim: int, block_size: int, dtype: str = "bf16"
 ) -> list[CompileCase]:
-    """A model's decodes (whole, split, of one tile a program, merging themselves), merges and prefills."""
+    """A model's decodes (whole, split, of one tile a program), merges and prefills."""
     shape = (group, head_dim, block_size, dtype)
     decodes = dict.fromkeys((config.decode, config.short_decode, config.crowded_decode))
     few_tiles = dict.fromkeys(dataclasses.replace(decode, num_stages=2) for decode in decodes)
@@ -49,7 +49,6 @@ def attention_cases(
             for is_split in (False, True)
         ),
         *(decode_case(architecture, decode, *shape) for decode in few_tiles if decode not in decodes),
-        decode_case(architecture, config.decode, *shape, fused_splits=8),
         *(
             merge_case(architecture, merge, 2 * group, head_dim, dtype)
             for merge in (*config.merges, config.many_rows_merge)
@@ -72,27 +71,20 @@ def decode_case(
     *,
     query_len: int = 1,
     is_split: bool = True,
-    fused_splits: int = 0,
 ) -> CompileCase:
-    fused_rows = triton.next_power_of_2(query_len * group)
     constexprs = {
         "GROUP": group,
         "QUERY_LEN": query_len,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
-        "BLOCK_M": max(16, fused_rows),
+        "BLOCK_M": max(16, triton.next_power_of_2(query_len * group)),
         "BLOCK_N": config.block_n,
         "BLOCK_D": triton.next_power_of_2(head_dim),
-        "FUSED_ROWS": fused_rows,
-        "FUSED_SPLITS": fused_splits,
         "IS_SPLIT": is_split,
-        "EVICTS_FIRST": config.evicts_first,
-        "SUMS_LATE": config.sums_late,
         "PDL": architecture >= 90,
     }
-    kind = " split" * is_split + " fused" * (fused_splits > 0)
     shape = f"N {config.block_n} w {config.num_warps} s {config.num_stages}"
-    name = f"decode {dtype} {group}x{head_dim} {shape} query_len {query_len}{kind}"
+    name = f"decode {dtype} {group}x{head_dim} {shape} query_len {query_len}{' split' * is_split}"
     return _case(name, attention_decode._decode_kernel, constexprs, dtype, config.num_warps, config.num_stages)
 
 

@@ -111,11 +111,6 @@ def with_decode(**changes: object) -> AttentionConfig:
     return dataclasses.replace(TINY, decode=decode, short_decode=decode, crowded_decode=decode)
 
 
-def zero_counters(case: PagedCase) -> torch.Tensor:
-    num_counters = case.inputs.num_decode_reqs * case.heads.num_kv_heads
-    return torch.zeros(num_counters, dtype=torch.int32, device=TRITON_DEVICE)
-
-
 @pytest.mark.parametrize("merge", [MergeConfig(4, 2, 64, 4), MergeConfig(1, 8, 16, 2), MergeConfig(16, 16, 128, 4)])
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 100])
 def test_any_number_of_splits_gives_the_same_attention(num_sms, merge):
@@ -126,55 +121,23 @@ def test_any_number_of_splits_gives_the_same_attention(num_sms, merge):
     assert_near_oracle("attention", out, oracle(case))
 
 
-@pytest.mark.parametrize("programs_per_sm", [1, 8])
-def test_sums_after_the_last_tile_are_near_the_oracle(programs_per_sm):
-    case = build(Step(((1, 100), (1, 97), (1, 5), (1, 16)), 4))
-    config = with_decode(programs_per_sm=programs_per_sm, sums_late=True)
-    assert_near_oracle("attention", attend(case, config=config), oracle(case))
-
-
 @pytest.mark.parametrize("max_seq_len", [112, 113])
 def test_a_tile_a_program_and_a_bound_that_would_be_one_more(max_seq_len):
     """2 sequences x 2 KV heads x 7 splits = 28 programs; a bound of 113 positions would be 8 tiles."""
     case = build(Step(((1, 112), (1, 35)), 2))
-    config = with_decode(programs_per_sm=7, evicts_first=True)
+    config = with_decode(programs_per_sm=7)
     assert_near_oracle("attention", attend(case, config=config, max_seq_len=max_seq_len), oracle(case))
 
 
-@pytest.mark.parametrize("heads", [SMALL, Heads(num_kv_heads=1, group=8, head_dim=96, block_size=32)], ids=str)
-@pytest.mark.parametrize("max_seq_len", [100, 4096])
-def test_last_program_merges_and_leaves_the_counters_at_zero(max_seq_len, heads):
-    """Fewer splits used than launched, one used, and a padded decode; twice, as two layers share the counters."""
-    case = build(Step(((1, 100), (1, 3), (1, 33)), 3, num_padded_tokens=2, num_padded_seqs=1, bound_slack=9), heads)
-    counters = zero_counters(case)
-    for _ in range(2):
-        config = with_decode(programs_per_sm=24, max_fused_splits=64)
-        out = attend(case, config=config, split_counters=counters, max_seq_len=max_seq_len)
-        assert_near_oracle("attention", out, oracle(case))
-        assert not counters.any()
-
-
-def test_last_program_merges_several_query_tokens_too():
-    case = build(Step(((8, 17), (1, 33), (3, 100)), 3))
-    counters = zero_counters(case)
-    config = with_decode(max_fused_splits=64, programs_per_sm=24)
-    out = attend(case, config=config, split_counters=counters, decode_query_len=8)
-    assert_near_oracle("attention", out, oracle(case))
-    assert not counters.any()
-
-
-@pytest.mark.parametrize("max_fused_splits", [0, 64])
-def test_empty_decodes_among_split_ones_give_zeros(max_fused_splits):
+def test_empty_decodes_among_split_ones_give_zeros():
     step = Step(((1, 1), (1, 100), (1, 1)), 3)
     case = build(step)
     seq_lens = case.inputs.seq_lens.clone()
     seq_lens[[0, 2]] = 0
-    counters, config = zero_counters(case), with_decode(programs_per_sm=24, max_fused_splits=max_fused_splits)
     metadata = dataclasses.replace(
         prepare_attention_triton(dataclasses.replace(case.inputs, seq_lens=seq_lens), SMALL.cache_shape),
-        config=config,
+        config=with_decode(programs_per_sm=24),
         device=FOUR_SMS,
-        split_counters=counters,
     )
     case.projected.qkv[[0, 2]] = NAN
     expected = oracle(case)
@@ -182,7 +145,6 @@ def test_empty_decodes_among_split_ones_give_zeros(max_fused_splits):
     with uninitialised_memory_is_nan():
         out = paged_attention_triton(case.projected.query, case.stored_cache, metadata, case.scale)
     assert_near_oracle("attention", out, expected)
-    assert not counters.any()
 
 
 @pytest.mark.parametrize("num_splits", [2, 3, 7])

@@ -21,19 +21,12 @@ class DecodeConfig:
         block_n: KV positions of a tile.
         num_warps, num_stages: as Triton means them; programs of few tiles get fewer stages.
         programs_per_sm: contexts are split until there are about so many programs; no more than an SM holds at once.
-        max_fused_splits: so many splits or fewer are merged by the last program of a sequence and KV head, more by a
-            kernel of their own. 0 = always by a kernel.
-        evicts_first: K and V leave the L2 cache before everything else (Triton 3.6 drops it from asynchronous copies).
-        sums_late: threads add up their own weights, and each other's after the last tile.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    max_fused_splits: int = 0
-    evicts_first: bool = False
-    sums_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from pico_vllm.kernels.attention_config import AttentionConfig, choose_decode, choose_merge, num_kv_splits
-from pico_vllm.kernels.attention_merge import allocate_partials, merge_rows, merge_splits
+from pico_vllm.kernels.attention_merge import allocate_partials, merge_splits
 from pico_vllm.kernels.attention_tiles import (
     attend_positions,
     load_blocks,
@@ -37,9 +37,6 @@ from pico_vllm.kernels.attention_tiles import (
 
 if TYPE_CHECKING:
     from pico_vllm.kernels.attention_triton import TritonAttentionMetadata
-
-#: Partial rows that the last program of a group loads at once.
-_FUSED_PARTIALS = 64
 
 
 @triton.jit(
@@ -52,7 +49,6 @@ def _decode_kernel(
     out,
     partial_out,
     partial_lse,
-    split_counters,
     block_tables,
     query_start_loc,
     seq_lens,
@@ -72,20 +68,15 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    FUSED_ROWS: tl.constexpr,
-    FUSED_SPLITS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    EVICTS_FIRST: tl.constexpr,
-    SUMS_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, h] = sum_j softmax_j(scale q[t, h] . k_j) v_j over the positions j of one split of one sequence.
 
     Grid: (num_kv_heads, num_splits, num_seqs). A program computes the QUERY_LEN x GROUP rows of one KV head: row r is
     query token r // GROUP and query head r % GROUP of the group. Unsplit, it writes ``out``; split, what
-    ``attention_merge`` needs, and with FUSED_SPLITS > 0 the last program to arrive merges (and sets the counter back to
-    0 for the next launch). Rows past the sequence's query tokens and up to BLOCK_M compute on zeros and aren't stored;
-    a sequence of length 0 gives rows of 0. Accumulates in fp32.
+    ``attention_merge`` needs. Rows past the sequence's query tokens and up to BLOCK_M compute on zeros and aren't
+    stored; a sequence of length 0 gives rows of 0. Accumulates in fp32.
     """
     start_after_predecessors(PDL)
     kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -112,9 +103,8 @@ def _decode_kernel(
     # 2. Splits past the sequence have nothing to say; one at least says that the length is 0.
     num_used = tl.minimum(tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1), num_splits)
     if IS_SPLIT and split >= num_used:
-        if FUSED_SPLITS == 0:
-            nothing = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-            tl.store(partial_lse + head_rows * num_splits + split, nothing, mask=is_row)
+        nothing = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        tl.store(partial_lse + head_rows * num_splits + split, nothing, mask=is_row)
         return
 
     # 3. Online softmax over the tiles.
@@ -123,14 +113,12 @@ def _decode_kernel(
     values = keys + value_offset
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32) if SUMS_LATE else tl.zeros([BLOCK_M], dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc, row_max, row_sum = attend_positions(
         q, keys, values, block_table, blocks, split * BLOCK_N, seq_len, num_splits * BLOCK_N, last_visible,
         acc, row_max, row_sum, qk_scale, block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
-        MASKED=True, EVICTS_FIRST=EVICTS_FIRST, SUMS_LATE=SUMS_LATE,
+        MASKED=True,
     )  # fmt: skip
-    if SUMS_LATE:
-        row_sum = tl.sum(row_sum, axis=1)
 
     # 4. Write; the sum is 0 where a row saw nothing.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -141,21 +129,6 @@ def _decode_kernel(
         tl.store(partial_lse + split_rows, row_max + tl.log2(row_sum), mask=is_row)
     else:
         store_rows(out, head_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
-
-    # 5. The last to arrive has everybody's results before it: all threads' stores, then one release and acquire.
-    if FUSED_SPLITS > 0:
-        tl.debug_barrier()
-        counter = split_counters + seq * num_kv_heads + kv_head
-        num_arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if num_arrived == num_used - 1:
-            tl.store(counter, 0)
-            r = tl.arange(0, FUSED_ROWS)
-            out_rows = (first_token + r // GROUP) * (num_kv_heads * GROUP) + kv_head * GROUP + r % GROUP
-            is_out = r < query_len * GROUP
-            merged = merge_rows(
-                partial_out, partial_lse, out_rows, is_out, dims, num_used, num_splits, HEAD_DIM, FUSED_SPLITS
-            )
-            store_rows(out, out_rows * HEAD_DIM, dims, is_out, merged, HEAD_DIM, BLOCK_D)
 
 
 def decode_attention_triton(
@@ -187,18 +160,14 @@ def decode_attention_triton(
     num_splits = num_kv_splits(num_groups, metadata.max_seq_len, decode.block_n, num_programs)
     max_tiles = -(-metadata.max_seq_len // (num_splits * decode.block_n))
     num_stages = min(decode.num_stages, max_tiles + 1)  # what a program of one tile would prefetch is only overhead
-    counters = metadata.split_counters
-    is_fused = counters is not None and 1 < num_splits <= decode.max_fused_splits
     num_decode_tokens = min(num_tokens, num_seqs * query_len)  # at most
     partial_out, partial_lse = allocate_partials(num_decode_tokens, num_splits, out)
-    fused_rows = triton.next_power_of_2(query_len * group)
     _decode_kernel[(num_kv_heads, num_splits, num_seqs)](
         query,
         kv_cache,
         out,
         partial_out,
         partial_lse,
-        counters if is_fused else metadata.seq_lens,
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
@@ -215,19 +184,15 @@ def decode_attention_triton(
         QUERY_LEN=query_len,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, fused_rows),
+        BLOCK_M=max(16, triton.next_power_of_2(query_len * group)),
         BLOCK_N=decode.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        FUSED_ROWS=fused_rows,
-        FUSED_SPLITS=max(1, _FUSED_PARTIALS // fused_rows) if is_fused else 0,
         IS_SPLIT=num_splits > 1,
-        EVICTS_FIRST=decode.evicts_first,
-        SUMS_LATE=decode.sums_late,
         PDL=device.launches_early,
         num_warps=decode.num_warps,
         num_stages=num_stages,
         launch_pdl=device.launches_early,
     )
-    if num_splits > 1 and not is_fused:
+    if num_splits > 1:
         merge = choose_merge(config, num_splits, num_decode_tokens * num_heads, device.num_sms)
         merge_splits(out, partial_out, partial_lse, metadata.query_start_loc, num_seqs, merge, device, decodes=True)

@@ -19,45 +19,6 @@ from pico_vllm.kernels.attention_config import Device, MergeConfig
 from pico_vllm.kernels.attention_tiles import start_after_predecessors
 
 
-@triton.jit
-def merge_rows(
-    partial_out, partial_lse, rows, is_row, dims, num_used, num_splits, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr
-) -> tl.tensor:
-    """out[r] = sum_s w_s partial_out[r, s] / sum_s w_s with w_s = 2^partial_lse[r, s]; 0 if nobody saw anything.
-
-    Loads past L1 (".cg"): another SM may have written the partial results while this kernel ran.
-
-    Args:
-        rows, is_row: [BLOCK_R].
-        dims: [BLOCK_D].
-        num_used: splits [0, num_used) of num_splits are merged, BLOCK_S at a time.
-
-    Returns:
-        [BLOCK_R, BLOCK_D], fp32.
-    """
-    acc = tl.zeros([rows.shape[0], dims.shape[0]], dtype=tl.float32)
-    max_lse = tl.full([rows.shape[0]], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([rows.shape[0]], dtype=tl.float32)
-    for first_split in range(0, num_used, BLOCK_S):
-        splits = first_split + tl.arange(0, BLOCK_S)
-        # Splits outermost: several rows give the threads enough to do, so that each sums its splits by itself.
-        is_used = (splits < num_used)[:, None] & is_row[None, :]  # [BLOCK_S, BLOCK_R]
-        split_rows = rows[None, :] * num_splits + splits[:, None]
-        pointers = partial_out + split_rows[:, :, None] * HEAD_DIM + dims[None, None, :]
-        mask = is_used[:, :, None] & (dims < HEAD_DIM)[None, None, :]
-        partial = tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
-        lse = tl.load(partial_lse + split_rows, mask=is_used, other=float("-inf"), cache_modifier=".cg")
-        new_max = tl.maximum(max_lse, tl.max(lse, axis=0))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(lse - shift[None, :])
-        rescale = tl.exp2(max_lse - shift)
-        weighted = tl.where(weights[:, :, None] > 0.0, partial * weights[:, :, None], 0.0)
-        total = total * rescale + tl.sum(weights, axis=0)
-        acc = acc * rescale[:, None] + tl.sum(weighted, axis=0)
-        max_lse = new_max
-    return acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-
-
 @triton.jit(do_not_specialize=["num_splits", "boundary_seq"], do_not_specialize_on_alignment=["query_start_loc"])
 def _merge_kernel(
     out,
@@ -75,10 +36,14 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``merge_rows`` of the rows [0, num_rows) that belong to the decodes, or to everything else, written to ``out``.
+    """out[r] = sum_s w_s partial_out[r, s] / sum_s w_s with w_s = 2^partial_lse[r, s]; 0 if nobody saw anything.
 
-    Grid: (num_rows / BLOCK_R, HEAD_DIM / BLOCK_D). Decodes are the tokens before the start of sequence
-    ``boundary_seq``. Nothing here waits for a length: one wait on memory, since the boundary only masks the store.
+    Only the rows of [0, num_rows) that belong to the decodes, or to everything else, are written. Decodes are the
+    tokens before the start of sequence ``boundary_seq``. Nothing here waits for a length: one wait on memory, since the
+    boundary only masks the store. Loads past L1 (".cg"): other SMs wrote the partial results, under early launch after
+    this kernel had been launched.
+
+    Grid: (num_rows / BLOCK_R, HEAD_DIM / BLOCK_D). BLOCK_S splits are merged at a time.
     """
     start_after_predecessors(PDL)
     boundary = tl.load(query_start_loc + boundary_seq) * NUM_HEADS
@@ -86,7 +51,27 @@ def _merge_kernel(
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_row = rows < num_rows
     rows = rows.to(tl.int64)
-    result = merge_rows(partial_out, partial_lse, rows, is_row, dims, num_splits, num_splits, HEAD_DIM, BLOCK_S)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
+    max_lse = tl.full([BLOCK_R], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_R], dtype=tl.float32)
+    for first_split in range(0, num_splits, BLOCK_S):
+        splits = first_split + tl.arange(0, BLOCK_S)
+        # Splits outermost: several rows give the threads enough to do, so that each sums its splits by itself.
+        is_used = (splits < num_splits)[:, None] & is_row[None, :]  # [BLOCK_S, BLOCK_R]
+        split_rows = rows[None, :] * num_splits + splits[:, None]
+        pointers = partial_out + split_rows[:, :, None] * HEAD_DIM + dims[None, None, :]
+        mask = is_used[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+        partial = tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
+        lse = tl.load(partial_lse + split_rows, mask=is_used, other=float("-inf"), cache_modifier=".cg")
+        new_max = tl.maximum(max_lse, tl.max(lse, axis=0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(lse - shift[None, :])
+        rescale = tl.exp2(max_lse - shift)
+        weighted = tl.where(weights[:, :, None] > 0.0, partial * weights[:, :, None], 0.0)
+        total = total * rescale + tl.sum(weights, axis=0)
+        acc = acc * rescale[:, None] + tl.sum(weighted, axis=0)
+        max_lse = new_max
+    result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     is_row = is_row & ((rows < boundary) == BEFORE_BOUNDARY)
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(out + rows[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=mask)

@@ -37,18 +37,16 @@ def load_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ALL_VALID: tl.constexpr = False,
-    EVICTS_FIRST: tl.constexpr = False,
 ) -> tl.tensor:
     """Rows of HEAD_DIM numbers, [len(offsets), BLOCK_D]; 0 where a row is invalid and past HEAD_DIM."""
     pointers = base + offsets[:, None] + dims[None, :]
-    eviction: tl.constexpr = "evict_first" if EVICTS_FIRST else ""
     if BLOCK_D != HEAD_DIM:
         mask = is_valid[:, None] & (dims < HEAD_DIM)[None, :]
-        rows = tl.load(pointers, mask=mask, other=0.0, eviction_policy=eviction)
+        rows = tl.load(pointers, mask=mask, other=0.0)
     elif ALL_VALID:
-        rows = tl.load(pointers, eviction_policy=eviction)
+        rows = tl.load(pointers)
     else:
-        rows = tl.load(pointers, mask=is_valid[:, None], other=0.0, eviction_policy=eviction)
+        rows = tl.load(pointers, mask=is_valid[:, None], other=0.0)
     return rows
 
 
@@ -89,8 +87,6 @@ def attend_positions(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
-    EVICTS_FIRST: tl.constexpr = False,
-    SUMS_LATE: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Continue softmax(scale q k^T) v over the tiles of BLOCK_N positions at begin, begin + step, ... before end.
 
@@ -106,12 +102,9 @@ def attend_positions(
         begin, end, step: begin and step are multiples of BLOCK_N.
         last_visible: [BLOCK_M] last position that each row sees.
         acc: [BLOCK_M, BLOCK_D].
-        row_max: [BLOCK_M].
-        row_sum: [BLOCK_M]; with SUMS_LATE [BLOCK_M, BLOCK_N], to be summed by the caller: where the warps of a program
-            share the rows, a sum costs a tile several barriers.
+        row_max, row_sum: [BLOCK_M].
         MASKED: some row doesn't see all of the range, or it doesn't end with a tile. What lies at ``end`` and after
             isn't loaded: it may be NaN, and 0 x NaN is NaN.
-        EVICTS_FIRST: K and V leave the L2 cache before everything else.
 
     Returns:
         acc, row_max, row_sum.
@@ -122,8 +115,8 @@ def attend_positions(
         is_valid = positions < end
         offsets = blocks.to(tl.int64) * block_stride + positions.to(tl.uint32) % BLOCK_SIZE * offset_stride
         blocks = load_blocks(block_table, positions + step, end, BLOCK_SIZE)
-        k = load_rows(keys, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED, EVICTS_FIRST)
-        v = load_rows(values, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED, EVICTS_FIRST)
+        k = load_rows(keys, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED)
+        v = load_rows(values, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if MASKED:
@@ -133,7 +126,7 @@ def attend_positions(
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(tl.fma(scores, qk_scale, -shift[:, None]))
         rescale = tl.exp2(row_max - shift)
-        row_sum = row_sum * rescale[:, None] + weights if SUMS_LATE else row_sum * rescale + tl.sum(weights, axis=1)
+        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
         row_max = new_max
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_max, row_sum

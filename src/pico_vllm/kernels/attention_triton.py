@@ -33,8 +33,6 @@ class TritonAttentionMetadata:
         max_seq_len: bound of ``seq_lens``.
         device: where the tensors are.
         decode_query_len: bound of the tokens of a decode, 1 to 8. Above 1 (speculation) a decode may have fewer.
-        split_counters: int32, 0, one a decode and KV head: how many splits of it have arrived. Every launch leaves
-            them 0. None = splits are always merged by a kernel of their own.
         config: launch shapes; None = the ones tuned for the device.
     """
 
@@ -46,7 +44,6 @@ class TritonAttentionMetadata:
     max_seq_len: int
     device: Device
     decode_query_len: int = 1
-    split_counters: torch.Tensor | None = None
     config: AttentionConfig | None = None
 
 
@@ -68,8 +65,8 @@ def paged_attention_triton(
 ) -> torch.Tensor:
     """``paged_attention_reference`` in one launch for decodes and one for prefills.
 
-    A merge follows each that split contexts, unless the decode's programs merge themselves. Needs
-    scale > 0 and contiguous rows of head_dim numbers in ``query`` and ``kv_cache``.
+    A merge follows each that split contexts. Needs scale > 0 and contiguous rows of head_dim numbers in ``query`` and
+    ``kv_cache``.
     """
     num_tokens, num_heads, head_dim = query.shape
     assert query.stride(2) == 1 and kv_cache.stride(4) == 1
