@@ -28,6 +28,7 @@ CONSTRAINTS = "ci/constraints-cpu.txt"
 
 UNIT_TESTS = "not model and not tokenizer and not multiprocess and not slow"
 MIN_COVERED_PERCENT = 90
+OLDEST_TRITON = "3.6.0"
 SDIST_MUST_HAVE = (
     "LICENSE",
     "README.md",
@@ -169,6 +170,17 @@ def compile_kernels(session: nox.Session) -> None:
     if not has_module("triton"):
         session.skip("triton isn't installed in the Python in use")
     run_python(session, "tests/compile_kernels.py", *session.posargs, env={"TRITON_INTERPRET": "0"})
+
+
+@nox.session(venv_backend="none", requires=REQUIRES, default=False)
+def compile_oldest(session: nox.Session) -> None:
+    """The session `compile` with the oldest triton that kernels are tested with on a GPU, in a folder of its own."""
+    folder = ROOT / ".nox" / f"triton-{OLDEST_TRITON}"
+    if not (folder / "triton").is_dir():
+        package = f"triton=={OLDEST_TRITON}"
+        run_python(session, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), package)
+    path = os.pathsep.join((str(folder), str(ROOT / "src")))
+    run_python(session, "tests/compile_kernels.py", *session.posargs, env={"TRITON_INTERPRET": "0", "PYTHONPATH": path})
 
 
 @nox.session(venv_backend="none", requires=REQUIRES)
