@@ -213,7 +213,7 @@ def kernels(
     """Time every op beside torch's own: bytes, FLOPs, the floor they set, time, and the share of the floor."""
     from rich.console import Console
 
-    from pico_vllm.bench.kernel_rows import kernel_table
+    from pico_vllm.bench.kernel_rows import TABLE_WIDTH, kernel_table
     from pico_vllm.bench.kernel_session import DTYPES, run_kernels
     from pico_vllm.worker.model_runner import resolve_device
 
@@ -221,7 +221,7 @@ def kernels(
         raise ConfigError(f"--dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     names = None if only is None else [name.strip() for name in only.split(",")]
     rows = run_kernels(shape, resolve_device(device), backend=backend, dtype=dtype, only=names, out=out, tag=tag)
-    Console().print(kernel_table(rows))
+    Console(width=max(Console().width, TABLE_WIDTH)).print(kernel_table(rows))
     if any(row.error for row in rows):
         sys.exit(EXIT_WRONG_OUTPUT)
 

@@ -11,7 +11,10 @@ from rich.table import Table
 
 from pico_vllm.bench.timing import Timing
 
-_HEADER = ("op", "case", "MB", "GFLOP", "floor µs", "µs (p20–p80)", "of the floor", "torch µs", "torch's op", "speedup")
+_HEADER = ("", "MB", "GFLOP", "floor µs", "µs", "p20–p80", "of floor", "torch µs", "× torch", "torch's op")
+#: What the table needs to show a row in a line.
+TABLE_WIDTH = 150
+_CASE_WIDTH = 35
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +96,16 @@ class KernelRow:
 
 
 def kernel_table(rows: Sequence[KernelRow]) -> Table:
-    """The same for a terminal; what is wrong is red, what is slower than torch yellow."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    """For a terminal, ops as headings; what is wrong is red, what is slower than torch yellow."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name in _HEADER:
-        table.add_column(name, justify="left" if name in ("op", "case", "torch's op") else "right")
+        justify = "left" if name in ("", "torch's op") else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "", min_width=_CASE_WIDTH if name == "" else None)
+    op = None
     for row in rows:
+        if row.op != op:
+            op = row.op
+            table.add_row(f"[bold]{op}[/]")
         style = "red" if row.error else "dim" if row.missing else None
         if row.speedup is not None and row.speedup < 1:
             style = "yellow"
@@ -107,16 +115,23 @@ def kernel_table(rows: Sequence[KernelRow]) -> Table:
 
 def _cells(row: KernelRow) -> tuple[str, ...]:
     if row.missing is not None:
-        return (row.op, row.case, "", "", "", row.missing, "", "", "", "")
-    cost = (f"{row.num_bytes / 1e6:.3g}", f"{row.flops / 1e9:.3g}", _short(row.floor_s))
-    torch_cells = ("" if row.baseline_s is None else _short(row.baseline_s), row.baseline_name or "")
-    if row.timing is None or row.fraction is None:
-        return (row.op, row.case, *cost, f"WRONG: {row.error}", "", *torch_cells, "")
+        return (f"  {row.missing}",)
     timing = row.timing
-    notes = ("" if timing.mode != "eager" else ", eager") + ("" if row.rotated else ", in cache")
-    time = f"{_short(timing.median_s)} ({_short(timing.p20_s)}–{_short(timing.p80_s)}{notes})"
-    speedup = "" if row.speedup is None else f"{row.speedup:.2f}"
-    return (row.op, row.case, *cost, time, f"{100 * row.fraction:.3g} %", *torch_cells, speedup)
+    cost = (f"{row.num_bytes / 1e6:.3g}", f"{row.flops / 1e9:.3g}", _short(row.floor_s))
+    torch_cells = ("" if row.baseline_s is None else _short(row.baseline_s),)
+    if timing is None or row.fraction is None:
+        return (f"  {row.case}: WRONG: {row.error}", *cost, "", "", "", *torch_cells, "", row.baseline_name or "")
+    notes = [note for note, holds in (("eager", timing.mode == "eager"), ("in cache", not row.rotated)) if holds]
+    return (
+        f"  {row.case}{' (' + ', '.join(notes) + ')' if notes else ''}",
+        *cost,
+        _short(timing.median_s),
+        f"{_short(timing.p20_s)}–{_short(timing.p80_s)}",
+        f"{100 * row.fraction:.3g} %",
+        *torch_cells,
+        "" if row.speedup is None else f"{row.speedup:.2f}",
+        row.baseline_name or "",
+    )
 
 
 def _us(seconds: float) -> float:

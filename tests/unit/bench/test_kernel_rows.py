@@ -64,4 +64,5 @@ def test_the_terminal_table_shows_brackets_as_they_are():
     text = console.export_text()
     assert "[5] x 100" in text
     assert "WRONG: 1 of 5 elements" in text and "backend cpu has no fused" in text
-    assert "50 (45–60, eager)" in text
+    assert "17 tokens (eager)" in text and "45–60" in text
+    assert GOOD.op in [line.strip() for line in text.splitlines()]  # a heading
