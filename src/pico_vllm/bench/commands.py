@@ -214,7 +214,8 @@ def kernels(
     from rich.console import Console
 
     from pico_vllm.bench.kernel_rows import TABLE_WIDTH, kernel_table
-    from pico_vllm.bench.kernel_session import DTYPES, run_kernels
+    from pico_vllm.bench.kernel_session import run_kernels
+    from pico_vllm.config import DTYPES
     from pico_vllm.worker.model_runner import resolve_device
 
     if dtype not in DTYPES:

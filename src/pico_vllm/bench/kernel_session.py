@@ -17,7 +17,6 @@ from pico_vllm.config import BACKENDS
 from pico_vllm.errors import ConfigError
 from pico_vllm.worker.model_runner import resolve_backend
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: What is timed if nobody says: a model that keeps a GPU busy, and one that 2 cores get through in a minute.
 _DEFAULT_SHAPES = {"cuda": "qwen2.5-1.5b", "cpu": "smollm2-135m"}
 
@@ -39,7 +38,7 @@ def run_kernels(
         shape: a model of ``SHAPES``; None = the device's default.
         device: to run on.
         backend: one of ``BACKENDS``; "auto" is what the engine takes.
-        dtype: of ``DTYPES``.
+        dtype: of ``config.DTYPES``.
         only: names of ops; None = all.
         out: JSONL file; None = no records.
         tag: goes into every record.
@@ -66,7 +65,7 @@ def run_kernels(
         say(f"{row.op:24s} {row.case}: {outcome}")
 
     try:
-        return bench_kernels(chosen, device, DTYPES[dtype], SHAPES[shape], only, on_row=tell)
+        return bench_kernels(chosen, device, getattr(torch, dtype), SHAPES[shape], only, on_row=tell)
     finally:
         if writer is not None:
             writer.close()

@@ -107,6 +107,10 @@ class Workload:
             lens.append(before + len(request.prompt_token_ids))
         return lens
 
+    def longest_request(self) -> int:
+        """Prompt and output tokens of the longest request."""
+        return max(n + request.max_tokens for n, request in zip(self.prompt_lens(), self.requests, strict=True))
+
     def digest(self) -> str:
         """SHA-256 of everything in it: two records with the same digest ran the same requests."""
         text = json.dumps([self.concurrency, [dataclasses.astuple(request) for request in self.requests]])

@@ -20,7 +20,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -98,8 +98,7 @@ class CudaGraphRunner:
         self._written = torch.zeros(3, sizes[-1], dtype=torch.int32, device=device)
         self._block_tables = torch.zeros(sizes[-1], max_blocks, dtype=torch.int32, device=device)
         self._arange = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
-        #: Bounds of the prompt captures.
-        self.max_prompt_tokens, self.max_prompt_seqs = PROMPT_SIZES[-1], min(PROMPT_MAX_SEQS, max_num_seqs)
+        self._prompt_seqs = min(PROMPT_MAX_SEQS, max_num_seqs)
         self._prompt_seq_len = min(PROMPT_MAX_SEQ_LEN, max_model_len)
         self._prompt_blocks = -(-self._prompt_seq_len // block_size)
         self._prompt_sent = torch.zeros(self._prompt_numbers(PROMPT_SIZES[-1]), dtype=torch.int32, device=device)
@@ -111,7 +110,6 @@ class CudaGraphRunner:
         self._prompts: dict[int, _Captured] = {}
         for size in reversed(PROMPT_SIZES):
             self._prompts[size] = _Captured(*record(lambda size=size: self._prompt_pass(size)))
-        self._decode_sizes, self._prompt_sizes = sizes, list(PROMPT_SIZES)
         logger.info(
             "%d decode and %d prompt passes captured in %.2f s",
             len(self._decodes), len(self._prompts), time.perf_counter() - start,
@@ -119,13 +117,13 @@ class CudaGraphRunner:
 
     def decode_size(self, num_seqs: int) -> int | None:
         """The smallest captured decode that holds so many sequences; None if there is none."""
-        return next((size for size in self._decode_sizes if size >= num_seqs), None)
+        return _smallest(self._decodes, num_seqs)
 
-    def prompt_size(self, num_tokens: int, num_seqs: int, max_seq_len: int) -> int | None:
+    def prompt_size(self, step: HostBatch) -> int | None:
         """The smallest captured prompt pass that holds a step; None if there is none."""
-        if num_seqs > self.max_prompt_seqs or max_seq_len > self._prompt_seq_len:
+        if max(len(step.seq_lens), len(step.logits_indices)) > self._prompt_seqs:
             return None
-        return next((size for size in self._prompt_sizes if size >= num_tokens), None)
+        return _smallest(self._prompts, len(step.positions)) if step.max_seq_len <= self._prompt_seq_len else None
 
     def decode(self, size: int, rows: np.ndarray, seq_lens: np.ndarray, new_block_ids: np.ndarray) -> torch.Tensor:
         """Run a decode step.
@@ -160,7 +158,7 @@ class CudaGraphRunner:
         slots[:num_tokens], slots[num_tokens:] = step.slot_mapping, -1
         starts[: num_seqs + 1], starts[num_seqs + 1 :] = step.query_start_loc, num_tokens
         lens[:num_seqs], wanted[: len(step.logits_indices)] = step.seq_lens, step.logits_indices
-        tables.reshape(self.max_prompt_seqs, -1)[:num_seqs, : step.block_tables.shape[1]] = step.block_tables
+        tables.reshape(self._prompt_seqs, -1)[:num_seqs, : step.block_tables.shape[1]] = step.block_tables
         sent = self._prompt_sent[: len(host)]
         self._send(host, sent)
         if len(step.continued_rows):
@@ -204,7 +202,7 @@ class CudaGraphRunner:
             input_ids=input_ids,
             positions=positions,
             slot_mapping=slot_mapping,
-            block_tables=block_tables.reshape(self.max_prompt_seqs, self._prompt_blocks),
+            block_tables=block_tables.reshape(self._prompt_seqs, self._prompt_blocks),
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             logits_indices=logits_indices,
@@ -215,16 +213,20 @@ class CudaGraphRunner:
         return self._model.hidden_rows(batch, self._kv_caches)
 
     def _prompt_numbers(self, size: int) -> int:
-        return 3 * size + (3 + self._prompt_blocks) * self.max_prompt_seqs + 1
+        return 3 * size + (3 + self._prompt_blocks) * self._prompt_seqs + 1
 
     def _prompt_parts(self, packed: _Packed, size: int) -> tuple[_Packed, ...]:
         """ids, positions, slots, starts, lens, wanted tokens, block tables: views of one vector."""
-        seqs = self.max_prompt_seqs
+        seqs = self._prompt_seqs
         parts, start = [], 0
         for length in (size, size, size, seqs + 1, seqs, seqs, seqs * self._prompt_blocks):
             parts.append(packed[start : start + length])
             start += length
         return tuple(parts)
+
+
+def _smallest(captured: Mapping[int, _Captured], needed: int) -> int | None:
+    return min((size for size in captured if size >= needed), default=None)
 
 
 class _Capturing:

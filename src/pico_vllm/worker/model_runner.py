@@ -175,23 +175,22 @@ class ModelRunner:
             Hidden rows of the wanted tokens, how to sample, and when the inputs were ready.
         """
         graphs = self._graphs if self._graphs is not None and self.backend is self._captured_backend else None
-        num_seqs = len(step.scheduled)
-        if graphs is not None and not any(request.new_token_ids for request in step.scheduled):
-            size = graphs.decode_size(num_seqs)
+        if graphs is None:
+            batch, sampling = self._rows.build(step)
+        else:
+            continues = not any(request.new_token_ids for request in step.scheduled)
+            size = graphs.decode_size(len(step.scheduled)) if continues else None
             if size is not None:
                 rows, seq_lens, new_block_ids, sampling = self._rows.lay_out_decode(step)
                 built = time.perf_counter()
                 return graphs.decode(size, rows, seq_lens, new_block_ids), sampling, built
-        if graphs is not None and step.num_tokens <= graphs.max_prompt_tokens:
             host = self._rows.lay_out(step)
-            size = graphs.prompt_size(step.num_tokens, num_seqs, host.max_seq_len)
-            if size is not None and len(host.logits_indices) <= graphs.max_prompt_seqs:
+            size = graphs.prompt_size(host)
+            if size is not None:
                 sampling = self._rows.sampling(host)
                 built = time.perf_counter()
                 return graphs.prompt(size, host), sampling, built
             batch, sampling = self._rows.to_device(host, step.num_decode_reqs)
-        else:
-            batch, sampling = self._rows.build(step)
         built = time.perf_counter()
         return self._model.hidden_rows(batch, self.kv_caches), sampling, built
 

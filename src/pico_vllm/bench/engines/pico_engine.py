@@ -69,7 +69,7 @@ class PicoEngine(SteppedEngine):
     def why_not(self, workload: Workload) -> str | None:
         """A request longer than the engine takes."""
         limit = self.engine.core.limits.max_request_tokens
-        longest = max(n + r.max_tokens for n, r in zip(workload.prompt_lens(), workload.requests, strict=True))
+        longest = workload.longest_request()
         return None if longest <= limit else f"{longest} tokens a request, the engine takes {limit}"
 
     def serve(self, workload: Workload) -> list[Trace]:

@@ -57,7 +57,7 @@ class TransformersEngine(SteppedEngine):
         """More than one request at a time, or one longer than the model takes."""
         if workload.concurrency != 1 and len(workload.requests) > 1:
             return "transformers' generate runs one request at a time"
-        longest = max(n + r.max_tokens for n, r in zip(workload.prompt_lens(), workload.requests, strict=True))
+        longest = workload.longest_request()
         return None if longest <= self._max_len else f"{longest} tokens a request, the model takes {self._max_len}"
 
     def serve(self, workload: Workload) -> list[Trace]:

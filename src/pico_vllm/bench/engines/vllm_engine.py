@@ -68,7 +68,7 @@ class VllmEngine(SteppedEngine):
 
     def why_not(self, workload: Workload) -> str | None:
         """A request longer than the engine takes."""
-        longest = max(n + r.max_tokens for n, r in zip(workload.prompt_lens(), workload.requests, strict=True))
+        longest = workload.longest_request()
         limit = self._max_model_len
         return None if longest <= limit else f"{longest} tokens a request, the engine takes {limit}"
 
