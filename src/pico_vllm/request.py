@@ -49,6 +49,7 @@ class Request:
         "bad_words_token_ids",
         "max_tokens",
         "num_computed_tokens",
+        "num_inflight_samples",
         "num_inflight_tokens",
         "num_preemptions",
         "num_prefill_tokens",
@@ -95,6 +96,8 @@ class Request:
         self.num_computed_tokens = 0
         #: Tokens that are scheduled but not back yet; 0 between steps of the plain (not overlapped) loop.
         self.num_inflight_tokens = 0
+        #: Steps in flight that will give the request a token; likewise.
+        self.num_inflight_samples = 0
         #: Tokens known when the request was last admitted: the worker's row began with them and samples the later ones.
         self.num_prefill_tokens = 0
         self.num_preemptions = 0
@@ -105,6 +108,21 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens known so far."""
         return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_tokens_with_inflight(self) -> int:
+        """The same, with the tokens that steps in flight will give: their ids are known on the device only."""
+        return self.num_tokens + self.num_inflight_samples
+
+    @property
+    def last_token_is_inflight(self) -> bool:
+        """Whether no token is left to ask for, though the request still runs."""
+        return len(self.output_token_ids) + self.num_inflight_samples >= self.max_tokens
+
+    @property
+    def needs_host_token(self) -> bool:
+        """Whether a step must wait until the host knows the last token: a client's own functions are told of it."""
+        return bool(self.params.logits_processors)
 
     def token_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Ids of positions [start, end) over prompt and output."""
@@ -129,6 +147,10 @@ class Request:
         targets = self.prompt_token_ids[first + 1 : end + 1]
         self.num_prompt_logprobs += len(targets)
         return targets, first
+
+    def give_back_prompt_targets(self, targets: tuple[int, ...]) -> None:
+        """Take back what ``take_prompt_targets`` has handed out last, for a step that will never come back."""
+        self.num_prompt_logprobs -= len(targets)
 
     def __repr__(self) -> str:
         return (

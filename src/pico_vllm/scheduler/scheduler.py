@@ -8,6 +8,14 @@ There is no prefill phase and no decode phase: in each step a request's ``num_co
 ``num_tokens``, as far as the budget goes. A new prompt, the next chunk of one, a decode and the recomputation after a
 preemption are one case.
 
+Overlap. A step may be scheduled while the one before it is on the device ("in flight"). Its results are then counted on
+(``num_inflight_tokens``, ``num_inflight_samples``) but not known: a decode takes its input token from the worker's row.
+A request whose last token is in flight is not scheduled; one that a token in flight ends early (EOS, a stop id) has
+been, and what that step samples for it is discarded. So is what comes back for a request that was aborted or preempted
+meanwhile. The blocks of all of these are free at once, with a step that writes into them still on its way. It is safe:
+only a later ``schedule`` can give a block away, and the device runs steps in the order of their schedules, so a new
+owner writes and reads it after the last write of the old one.
+
 Order. All running requests came before all waiting ones, and both queues are in order of arrival: requests are admitted
 from the front of the waiting queue, and a preempted request (always the newest running one) returns to that front.
 
@@ -77,8 +85,9 @@ class Scheduler:
         self._running: dict[str, Request] = {}  # in order of admission, which is the order of arrival
         self._dropped_request_ids: list[str] = []
         #: Steps handed out and not back yet, oldest first, with the requests of ``scheduled`` in the same order. By
-        #: identity: an id may be used again while the output of its former owner is on its way.
-        self._inflight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        #: identity: an id may be used again while the output of its former owner is on its way. And with the number of
+        #: its preemptions then: what it was preempted after doesn't count, even if it runs again.
+        self._inflight: deque[tuple[SchedulerOutput, list[tuple[Request, int]]]] = deque()
         #: Preemptions since the start.
         self.num_preemptions = 0
 
@@ -118,10 +127,7 @@ class Scheduler:
         self._waiting[request.request_id] = request
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state, with no further output; its blocks are free at once.
-
-        That is safe while a step with it is on the device: a block can only be given away by a later ``schedule``, and
-        the worker runs steps in the order in which they were scheduled.
+        """End a request in any state, with no further output; its blocks are free at once (see Overlap above).
 
         Returns:
             False for a request that is unknown or finished: nothing happened.
@@ -151,7 +157,8 @@ class Scheduler:
         )
         self._dropped_request_ids.clear()
         if output.scheduled:
-            self._inflight.append((output, step.decode_requests + step.chunk_requests))
+            requests = step.decode_requests + step.chunk_requests
+            self._inflight.append((output, [(request, request.num_preemptions) for request in requests]))
         return output
 
     def update_from_output(
@@ -161,7 +168,8 @@ class Scheduler:
 
         Returns:
             New tokens, in the order of ``scheduler_output.scheduled``; a request appears when it has any. What came
-            back for a request that was aborted or preempted meanwhile is discarded.
+            back for a request that has ended or was preempted meanwhile is discarded, but for the prompt logprobs of a
+            preempted one.
         """
         if not scheduler_output.scheduled:
             return []
@@ -169,16 +177,17 @@ class Scheduler:
         assert inflight_output is scheduler_output, "steps must come back in the order of schedule()"
         outputs: list[EngineCoreOutput] = []
         steps = zip(scheduler_output.scheduled, requests, runner_output.token_ids, strict=True)
-        for scheduled, request, token_ids in steps:
-            if request.status is not RequestStatus.RUNNING:
+        for scheduled, (request, num_preemptions), token_ids in steps:
+            if request.status is not RequestStatus.RUNNING or request.num_preemptions != num_preemptions:
                 continue
             request.num_computed_tokens += scheduled.num_new_tokens
             request.num_inflight_tokens -= scheduled.num_new_tokens
+            request.num_inflight_samples -= scheduled.samples
             assert len(token_ids) == scheduled.samples, f"{scheduled} came back with {token_ids}"
             if token_ids:
                 outputs.append(self._append_token(request, token_ids))
         if runner_output.logprobs or runner_output.prompt_logprobs:
-            return self._with_logprobs(outputs, requests, runner_output)
+            return self._with_logprobs(outputs, [request for request, _ in requests], runner_output)
         return outputs
 
     def preempt_all(self) -> None:
@@ -189,7 +198,10 @@ class Scheduler:
         while self._running:
             _, newest = self._running.popitem()
             self._preempt(newest)
-        self._inflight.clear()
+        while self._inflight:
+            output, requests = self._inflight.pop()
+            for scheduled, (request, _) in zip(output.scheduled, requests, strict=True):
+                request.give_back_prompt_targets(scheduled.prompt_targets)
         self._dropped_request_ids.clear()
 
     def _schedule_running(self, step: _Step) -> bool:
@@ -202,10 +214,11 @@ class Scheduler:
         for request in list(self._running.values()):
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
+            if request.num_inflight_samples and (request.last_token_is_inflight or request.needs_host_token):
+                continue
             start = request.num_computed_tokens + request.num_inflight_tokens
-            num_new_tokens = min(request.num_tokens - start, step.budget)
-            if num_new_tokens <= 0:
-                continue  # its next token is in flight
+            num_new_tokens = min(request.num_tokens_with_inflight - start, step.budget)
+            assert num_new_tokens > 0, f"{request} has nothing to compute"
             block_ids = self._allocate_or_preempt(request, start + num_new_tokens)
             if block_ids is None:
                 break
@@ -317,7 +330,7 @@ class Scheduler:
     def _release(self, request: Request, status: RequestStatus) -> None:
         """Take blocks and row from a request that has just left the running ones."""
         request.status = status
-        request.num_inflight_tokens = 0
+        request.num_inflight_tokens = request.num_inflight_samples = 0
         self._kv_cache_manager.free(request.request_id)
         self._dropped_request_ids.append(request.request_id)
 
@@ -354,12 +367,13 @@ class _Step:
             start,
             num_new_tokens,
             new_block_ids,
-            end == request.num_tokens,
+            end == request.num_tokens_with_inflight,
             new_request,
             targets,
             targets_start,
         )
         request.num_inflight_tokens += num_new_tokens
+        request.num_inflight_samples += scheduled.samples
         self.budget -= num_new_tokens
         if num_new_tokens == 1:
             self.decodes.append(scheduled)

@@ -553,10 +553,11 @@ def test_id_used_again_while_its_former_owner_is_in_flight_is_not_confused():
     new = make_request("a", 6)
     scheduler.add(new)
     second = scheduler.schedule()
-    assert (shares(second), second.dropped_request_ids) == ({"a": 6}, ("a",))
+    assert (shares(second), second.dropped_request_ids) == ({"b": 1, "a": 6}, ("a",))
     assert [o.request_id for o in scheduler.update_from_output(first, run_model(first, a=30))] == ["b"]
     assert (old.output_token_ids, new.output_token_ids, new.num_inflight_tokens) == ([], [], 6)
-    assert scheduler.update_from_output(second, run_model(second, a=31)) == [EngineCoreOutput("a", (31,))]
+    outputs = scheduler.update_from_output(second, run_model(second, a=31))
+    assert outputs == [EngineCoreOutput("b", (7,)), EngineCoreOutput("a", (31,))]
     assert (new.output_token_ids, new.num_computed_tokens) == ([31], 6)
 
 
@@ -647,38 +648,119 @@ def test_id_in_use_is_refused_and_its_owner_goes_on():
 # Steps in flight
 
 
-def test_second_step_before_the_first_is_back_takes_only_what_is_known():
+def test_the_next_step_goes_on_with_the_token_that_is_still_in_flight():
     scheduler = make_scheduler(max_num_batched_tokens=4)
-    add(scheduler, 2, 6)
+    a, b = add(scheduler, 2, 6)
     first = scheduler.schedule()
     assert shares(first) == {"a": 2, "b": 2}
     second = scheduler.schedule()
-    assert second.scheduled == (ScheduledRequest("b", (202, 203, 204, 205), 2, 4, (), True),)
-    assert scheduler.schedule() == SchedulerOutput((), 0, 0)
-    assert [o.request_id for o in scheduler.update_from_output(first, run_model(first))] == ["a"]
+    decode = ScheduledRequest("a", (), 2, 1, (), True)
+    assert second.scheduled[0] == decode
+    assert (row_of(second, "b").new_token_ids, row_of(second, "b").samples) == ((202, 203, 204), False)
+    assert [(r.num_inflight_tokens, r.num_inflight_samples) for r in (a, b)] == [(3, 2), (5, 0)]
+    assert scheduler.update_from_output(first, run_model(first, a=30)) == [EngineCoreOutput("a", (30,))]
+    assert [(r.num_inflight_tokens, r.num_inflight_samples) for r in (a, b)] == [(1, 1), (3, 0)]
+    assert shares(scheduler.schedule()) == {"a": 1, "b": 1}
+    assert scheduler.update_from_output(second, run_model(second, a=31)) == [EngineCoreOutput("a", (31,))]
+    assert a.output_token_ids == [30, 31]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_nothing_is_scheduled_past_max_tokens(max_tokens):
+    scheduler = make_scheduler()
+    (request,) = add(scheduler, 3, max_tokens=max_tokens)
+    plans = [scheduler.schedule() for _ in range(max_tokens)]
+    assert all(shares(plan) for plan in plans)
+    assert scheduler.schedule() == SchedulerOutput((), 0, 0), "the last token is in flight"
+    for plan in plans:
+        (output,) = scheduler.update_from_output(plan, run_model(plan))
+    assert output.finish_reason is FinishReason.LENGTH and len(request.output_token_ids) == max_tokens
+    scheduler.schedule()
+    assert_nothing_is_left(scheduler)
+
+
+def test_nothing_is_scheduled_past_max_model_len():
+    scheduler = make_scheduler(max_model_len=5)
+    add(scheduler, 3, max_tokens=100)
+    assert [len(scheduler.schedule().scheduled) for _ in range(3)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("last", [EOS, -1], ids=["EOS", "masks left nothing"])
+def test_what_a_step_samples_after_the_end_is_discarded(last):
+    scheduler = make_scheduler()
+    a, _ = add(scheduler, 3, 3)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert shares(second) == {"a": 1, "b": 1}
+    ended, _ = scheduler.update_from_output(first, run_model(first, a=last))
+    assert ended.finish_reason is (FinishReason.STOP if last == EOS else FinishReason.ERROR)
+    assert free_blocks(scheduler) == 64 - 1, "its blocks are free while the second step is on its way"
+    third = scheduler.schedule()
+    assert (shares(third), third.dropped_request_ids) == ({"b": 1}, ("a",))
     assert [o.request_id for o in scheduler.update_from_output(second, run_model(second))] == ["b"]
+    assert a.output_token_ids == ([EOS] if last == EOS else [])
+
+
+def test_a_request_whose_functions_want_the_last_token_is_not_scheduled_while_it_is_in_flight():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, 6, logits_processors=[lambda ids, logits: logits])
+    scheduler.add(make_request("b", 1))
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert (shares(first), shares(second)) == ({"a": 4}, {"a": 2, "b": 1}), "chunks of its prompt wait for nothing"
+    third = scheduler.schedule()
+    assert shares(third) == {"b": 1}
+    for plan in (first, second):
+        scheduler.update_from_output(plan, run_model(plan))
     assert shares(scheduler.schedule()) == {"a": 1, "b": 1}
 
 
 def test_output_of_a_request_preempted_in_flight_is_discarded_and_made_again():
-    scheduler = make_scheduler(num_blocks=4, block_size=4, max_num_batched_tokens=4)
-    add(scheduler, 4, 4, max_tokens=8)
-    inflight = scheduler.schedule()  # from here on "a" and "b" take turns, one of them always in flight
-    for _ in range(9):
+    scheduler = make_scheduler(num_blocks=4, block_size=4)
+    _, b = add(scheduler, 4, 4, max_tokens=8)
+    inflight = scheduler.schedule()
+    for _ in range(4):
         output = scheduler.schedule()
         scheduler.update_from_output(inflight, run_model(inflight))
         inflight = output
-    assert (shares(inflight), free_blocks(scheduler)) == ({"b": 1}, 0)
+    assert (shares(inflight), free_blocks(scheduler)) == ({"a": 1, "b": 1}, 0)
     output = scheduler.schedule()  # position 8 of "a"
     assert (shares(output), output.dropped_request_ids) == ({"a": 1}, ("b",))
-    assert scheduler.update_from_output(inflight, run_model(inflight, b=30)) == []
-    assert [o.request_id for o in scheduler.update_from_output(output, run_model(output))] == ["a"]
+    assert b.num_inflight_samples == 0
+    outputs = scheduler.update_from_output(inflight, run_model(inflight, b=30))
+    assert [o.request_id for o in outputs] == ["a"] and b.output_token_ids == [7] * 4
+    scheduler.update_from_output(output, run_model(output))
     while scheduler.num_waiting:
-        output, _ = step(scheduler, b=30)
-    assert (row_of(output, "b").num_computed_tokens, row_of(output, "b").new_token_ids) == (0, (200, 201, 202, 203))
-    output, outputs = step(scheduler, b=30)
-    assert output.scheduled == (ScheduledRequest("b", (7, 7, 7, 7), 4, 4, (), True),)
-    assert outputs == [EngineCoreOutput("b", (30,))]
+        output, _ = step(scheduler, b=31)
+    assert row_of(output, "b").new_token_ids == (200, 201, 202, 203, 7, 7, 7, 7)
+    assert b.output_token_ids == [7, 7, 7, 7, 31]
+
+
+def test_what_was_sampled_before_a_preemption_does_not_count_though_the_request_runs_again():
+    scheduler = make_scheduler()
+    (a,) = add(scheduler, 3)
+    stale = scheduler.schedule()
+    a_again = scheduler._running.popitem()[1]
+    scheduler._preempt(a_again)
+    again = scheduler.schedule()
+    assert (shares(again), again.dropped_request_ids) == ({"a": 3}, ("a",))
+    assert scheduler.update_from_output(stale, run_model(stale, a=30)) == []
+    assert (a.output_token_ids, a.num_computed_tokens, a.num_inflight_tokens) == ([], 0, 3)
+    assert scheduler.update_from_output(again, run_model(again, a=31)) == [EngineCoreOutput("a", (31,))]
+
+
+def test_a_failed_step_gives_up_all_that_is_in_flight_and_asks_for_its_prompt_logprobs_again():
+    scheduler = make_scheduler(max_num_batched_tokens=3)
+    (request,) = add(scheduler, 6, prompt_logprobs=0)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert (first.scheduled[0].prompt_targets, second.scheduled[0].prompt_targets) == ((101, 102, 103), (104, 105))
+    scheduler.update_from_output(first, run_model(first))
+    third = scheduler.schedule()
+    assert (shares(third), request.num_inflight_samples) == ({"a": 1}, 2)
+    scheduler.preempt_all()
+    assert (request.num_inflight_tokens, request.num_inflight_samples, request.num_prompt_logprobs) == (0, 0, 3)
+    targets = [step(scheduler)[0].scheduled[0].prompt_targets for _ in range(2)]
+    assert targets == [(), (104, 105)], "those of the first step have come"
 
 
 # What sampling needs to know

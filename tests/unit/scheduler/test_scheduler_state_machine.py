@@ -26,6 +26,7 @@ from pico_vllm.scheduler import Scheduler
 from pico_vllm.scheduler_output import ModelRunnerOutput
 
 VOCAB_SIZE = 50
+EXTRAS = [{}, {"prompt_logprobs": 0}, {"presence_penalty": 1.0}, {"logits_processors": [lambda ids, logits: logits]}]
 EOS = 0
 STOP = 1
 
@@ -130,7 +131,11 @@ class FakeWorker:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Up to two steps are in flight; requests come, are aborted and come again under the same ids at any moment."""
+    """Up to three steps are in flight; requests come, are aborted and come again under the same ids at any moment.
+
+    The worker has run a step when the next is scheduled, and delivers it late: so what a step samples is known to it
+    alone, and ends that nobody expected (EOS, stop ids) are overrun.
+    """
 
     @initialize(
         num_blocks=st.integers(1, 16),
@@ -167,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([1, 2, 7, 15, 30, 1000]),
         stop=st.booleans(),
         ignore_eos=st.booleans(),
-        extra=st.sampled_from([{}, {"prompt_logprobs": 0}, {"presence_penalty": 1.0}]),
+        extra=st.sampled_from(EXTRAS),
     )
     def add(self, name, prompt, max_tokens, stop, ignore_eos, extra):
         stop_token_ids = (STOP,) if stop else ()
@@ -197,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.abort(name) is (request is not None)
         assert request is None or request.status is RequestStatus.FINISHED
 
-    @precondition(lambda self: len(self.inflight) < 2)
+    @precondition(lambda self: len(self.inflight) < 3)
     @rule()
     def begin_step(self):
         num_preemptions = self.scheduler.num_preemptions
@@ -207,6 +212,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         result = self.worker.execute(output)
         assert set(self.worker.rows) == {r.request_id for r in self.live.values() if r.status is RequestStatus.RUNNING}
         self.inflight.append((output, result))
+
+    @rule()
+    def lose_everything(self):
+        """A step has failed: nothing of what is in flight comes back, and the worker forgets its rows."""
+        self.scheduler.preempt_all()
+        self.inflight.clear()
+        self.worker.rows.clear()
+        assert self.scheduler.num_running == 0
 
     @precondition(lambda self: self.inflight)
     @rule()
@@ -259,6 +272,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(size == 1 for size in sizes[: output.num_decode_reqs])
         assert all(size > 1 for size in sizes[output.num_decode_reqs :])
         assert self.chunked or all(row.samples for row in scheduled)
+        for row in scheduled:
+            request = self.live[row.request_id]
+            assert row.num_computed_tokens + row.num_new_tokens < request.num_prompt_tokens + request.max_tokens
+            if request.params.logits_processors:
+                assert request.num_inflight_samples == row.samples, "its last token is not known yet"
         assert scheduled or self.inflight or not self.live, "a step that may run something does"
         for part in (scheduled[: output.num_decode_reqs], scheduled[output.num_decode_reqs :]):
             numbers = [self.arrival[self.live[row.request_id]] for row in part]
@@ -285,9 +303,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(block_ids)) == len(block_ids) == self.manager.num_blocks - self.manager.num_free_blocks
         for request, table in zip(running, tables, strict=True):
             assert request.num_computed_tokens + request.num_inflight_tokens <= len(table) * self.block_size
-            assert request.num_computed_tokens + request.num_inflight_tokens <= request.num_tokens
+            assert request.num_computed_tokens + request.num_inflight_tokens <= request.num_tokens_with_inflight
+            assert len(request.output_token_ids) + request.num_inflight_samples <= request.max_tokens
+            in_flight = [row for step, _ in self.inflight for row in step.scheduled if row.request_id in self.live]
+            assert request.num_inflight_samples <= sum(row.request_id == request.request_id for row in in_flight)
         for request in waiting:
-            assert request.num_computed_tokens == request.num_inflight_tokens == 0
+            assert request.num_computed_tokens == request.num_inflight_tokens == request.num_inflight_samples == 0
             assert self.manager.block_table(request.request_id) == ()
         newest_running = max((self.arrival[request] for request in running), default=-1)
         assert all(self.arrival[request] > newest_running for request in waiting), "nobody overtakes"
@@ -336,12 +357,14 @@ def test_long_contended_traffic(seed):
         if random.random() < 0.3:
             prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 6))]
             max_tokens, ignore_eos = random.choice([3, 7, 1000]), random.random() < 0.5
-            extra = random.choice([{}, {"prompt_logprobs": 0}, {"presence_penalty": 1.0}])
+            extra = random.choice(EXTRAS)
             machine.add(random.choice("abcdef"), prompt, max_tokens, False, ignore_eos, extra)
         if random.random() < 0.05:
             machine.abort(random.randrange(6))
         if len(machine.inflight) < 2:
             machine.begin_step()
+        if random.random() < 0.01:
+            machine.lose_everything()
         if machine.inflight and random.random() < 0.7:
             machine.end_step()
         machine.books_are_balanced()
