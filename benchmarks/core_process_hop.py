@@ -111,7 +111,7 @@ def one_token_us(engine: LLMEngine) -> float:
 def message_us(num_requests: int) -> float:
     """Encoding and decoding one step of so many requests."""
     outputs = [EngineCoreOutput(str(i), (300 + i,)) for i in range(num_requests)]
-    times = StepTimes(num_tokens=num_requests, num_seqs=num_requests, execute_s=1e-3)
+    times = StepTimes(num_tokens=num_requests, num_seqs=num_requests, launch_s=1e-3)
     repeats = 5000
     start = time.perf_counter()
     for _ in range(repeats):

@@ -60,7 +60,7 @@ def run_with_logits(
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     arrivals = [(str(i), prompt, param) for i, (prompt, param) in enumerate(zip(prompts, each, strict=True))]
-    rows: dict[str, list[torch.Tensor]] = {request_id: [] for request_id, _, _ in arrivals}
+    rows: dict[str, dict[int, torch.Tensor]] = {request_id: {} for request_id, _, _ in arrivals}
     tokens: dict[str, list[int]] = {request_id: [] for request_id, _, _ in arrivals}
     if order == "reversed":
         arrivals.reverse()
@@ -68,25 +68,26 @@ def run_with_logits(
     runner = llm.engine.core.executor.runner
     plain = runner.backend
     steps: list[torch.Tensor] = []
+
+    def keep_rows(plan: Any) -> None:
+        """A position that is computed again (preemption) counts as it was computed last."""
+        sampling = [request for request in plan.scheduled if request.samples]
+        for request, row in zip(sampling, steps.pop() if sampling else (), strict=True):
+            rows[request.request_id][request.num_computed_tokens + request.num_new_tokens] = row
+
     runner.set_backend(recording(plain, lambda op, args, _: steps.append(args[0].clone()) if op == "greedy" else None))
-    plans: list[Any] = []
-    runner.step_observer = plans.append
+    runner.step_observer = keep_rows
     try:
         while arrivals or llm.engine.has_unfinished_requests():
             for _ in range(1 if order == "staggered" else len(arrivals)):
                 if arrivals:
                     llm.engine.add_request(*arrivals.pop(0))
-            steps.clear()
-            plans.clear()
             for delta in llm.engine.step():
                 tokens[delta.request_id].extend(delta.new_token_ids)
-            sampling = [request.request_id for request in plans[0].scheduled if request.samples]
-            for row, request_id in enumerate(sampling):
-                rows[request_id].append(steps[0][row])
     finally:
         runner.step_observer = None
         runner.set_backend(plain)
-    return [Run(tokens[key], torch.stack(rows[key])) for key in rows]
+    return [Run(tokens[key], torch.stack([rows[key][end] for end in sorted(rows[key])])) for key in rows]
 
 
 class Oracle:

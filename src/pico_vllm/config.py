@@ -327,18 +327,23 @@ class SchedulerConfig:
         max_num_batched_tokens: new tokens a step at most, prompts and decodes together.
         max_model_len: prompt + output at most; None = the model's max_position_embeddings.
         enable_chunked_prefill: cut prompts to the budget; False = a prompt runs whole or waits.
+        async_scheduling: prepare and launch a step while the one before it runs; None = on a GPU. The results are the
+            same.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     enable_chunked_prefill: bool = True
+    async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         _check_at_least("max_num_seqs", self.max_num_seqs, 1, high=MAX_NUM_SEQS)
         _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _check_at_least("max_model_len", self.max_model_len, 2, optional=True)  # a prompt and a new token
         _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ConfigError(f"async_scheduling={self.async_scheduling!r} must be True, False or None")
 
 
 @dataclass(frozen=True, slots=True)

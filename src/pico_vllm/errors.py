@@ -23,6 +23,10 @@ class WeightLoadError(PicoVLLMError):
     """A checkpoint is missing, unreadable, or its tensors are not those of the model; names the tensor."""
 
 
+class DeviceOutOfMemoryError(PicoVLLMError):
+    """The device has no memory left for a step. The engine ends the largest request of the step and goes on."""
+
+
 class KVTransferError(PicoVLLMError):
     """KV cache blocks could not be moved between engines or memory tiers."""
 

@@ -22,7 +22,7 @@ from pico_vllm.request import FinishReason, Request
 from pico_vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 #: Raised whenever a message changes its meaning or its fields.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):

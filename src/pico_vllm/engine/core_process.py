@@ -7,6 +7,7 @@ when it is told to, when a step fails (after it has said why), and when its fron
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -148,6 +149,7 @@ class CoreProcess:
             self._send(AddReply(message.key, error))
 
     def _send_outputs(self, outputs: list[EngineCoreOutput], times: StepTimes) -> None:
+        times = dataclasses.replace(times, awaits_caller=False)  # this loop goes on by itself
         if self._unsent_times is not None:
             times = self._unsent_times + times
         self._unsent_times = None if outputs else times

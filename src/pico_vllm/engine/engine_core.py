@@ -1,16 +1,22 @@
 """EngineCore: token ids in, token ids out.
 
 Owns the scheduler, the KV cache manager and the executor, and is the only place that builds them. It knows no text, no
-files but the checkpoint's, and no clients, so it can run in a process of its own. A step is three lines.
+files but the checkpoint's, and no clients, so it can run in a process of its own.
+
+A step is ``schedule → execute → update_from_output``. With overlapped scheduling (docs/overlapped-scheduling.md) a step
+is launched before the results of the one before it are taken in, so there is always one on the device; the outputs of a
+call of ``step`` are then those of the step that the call before has launched. Tokens and their order are the same.
 
 What can go wrong in a step: an exception on the device is raised as it is and costs no request, since every running one
-goes back to the queue and is computed anew. An exception in the books (scheduler, blocks, grammars) leaves them
-half-written: the engine is dead, and every later call says why. Ctrl-C is neither: while a step runs on the main thread
-it waits, and KeyboardInterrupt comes when the step is over.
+goes back to the queue and is computed anew. Only where the device lacks the memory, which it would again, the largest
+request of the step ends with an error. An exception in the books (scheduler, blocks, grammars) leaves these half-done:
+the engine is dead, and every later call says why. Ctrl-C is neither: while a step runs on the main thread it waits, and
+KeyboardInterrupt comes when the step is over.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -21,8 +27,10 @@ from typing import TYPE_CHECKING
 
 from pico_vllm.engine.stats import StepTimes
 from pico_vllm.engine.structured_output import StructuredOutputManager, read_tokenizer_json
-from pico_vllm.errors import ConfigError, EngineDeadError
+from pico_vllm.errors import ConfigError, DeviceOutOfMemoryError, EngineDeadError
 from pico_vllm.kv_cache import KVCacheManager
+from pico_vllm.outputs import EngineCoreOutput
+from pico_vllm.request import FinishReason
 from pico_vllm.scheduler.scheduler import Scheduler
 from pico_vllm.worker.executor import UniProcExecutor
 
@@ -33,8 +41,12 @@ if TYPE_CHECKING:
     from pico_vllm.config import EngineConfig, ModelConfig
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Progress
-    from pico_vllm.outputs import EngineCoreOutput
     from pico_vllm.request import Request
+    from pico_vllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+    from pico_vllm.worker.device_time import DeviceTime
+    from pico_vllm.worker.pending_step import PendingStep
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,11 @@ class EngineCore:
             num_blocks=self.kv_cache_manager.num_blocks,
             block_size=config.cache.block_size,
         )
+        overlaps = config.scheduler.async_scheduling
+        #: Whether a step is launched before the one before it has been taken in.
+        self.overlaps = self.executor.computes_beside_the_host if overlaps is None else overlaps
+        self._inflight: tuple[SchedulerOutput, PendingStep] | None = None
+        self._undelivered: list[EngineCoreOutput] = []  # taken into the books by a call of ``step`` that then failed
         self.last_times = StepTimes(num_steps=0)
         self._death: str | None = None
         self._cause_of_death: BaseException | None = None
@@ -104,15 +121,22 @@ class EngineCore:
         """End a request in any state; False when it is unknown or finished already."""
         self._raise_if_dead()
         self.structured_output.drop(request_id)
+        if self._undelivered:
+            self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
         return self.scheduler.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has anything to do."""
+        """Whether ``step`` has anything to do.
+
+        A step that nobody waits for any more (its requests have ended before it) may be in flight: the next one takes
+        it in.
+        """
         self._raise_if_dead()
-        return self.scheduler.has_unfinished_requests()
+        return self.scheduler.has_unfinished_requests() or bool(self._undelivered)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Run one step and return the requests that have new tokens or have ended.
+        """Run one step and return the requests that have new tokens or have ended; with overlap, those of the step
+        before, and none at first.
 
         Raises:
             Exception: whatever the device's part of the step raised. No request is lost then: all of them are
@@ -143,6 +167,7 @@ class EngineCore:
 
     def _recompute_everything(self) -> None:
         """After a failed step nobody knows what the device has done: give up all rows and all computed tokens."""
+        self._inflight = None
         self.scheduler.preempt_all()
         self.executor.reset()
 
@@ -151,30 +176,116 @@ class EngineCore:
             raise EngineDeadError(self._death) from self._cause_of_death
 
     def _step(self) -> list[EngineCoreOutput]:
-        start = time.perf_counter()
+        watch = _Stopwatch(self.executor.device_time)
         with self._fatal():
             plan = self.scheduler.schedule()
-        scheduled = time.perf_counter()
+        watch.scheduled()
+        outputs, self._undelivered = self._undelivered, []
         try:
-            result = self.executor.execute(plan, partial(self.structured_output.masks, plan))
-        except BaseException:
+            if self.overlaps:
+                self._run_overlapped(plan, outputs, watch)
+            else:
+                result = self.executor.execute(plan, partial(self.structured_output.masks, plan))
+                self._take_in(plan, result, outputs, watch)
+        except BaseException as error:
+            if self._death is not None:
+                raise
             with self._fatal():
                 self._recompute_everything()
-            raise
-        executed = time.perf_counter()
+                ended = self._end_largest(plan, error) if isinstance(error, DeviceOutOfMemoryError) else None
+            if ended is None:
+                self._undelivered = outputs
+                raise
+            outputs.append(ended)
+        device_has_work = self._inflight is not None and self.executor.computes_beside_the_host
+        self.last_times = watch.times(plan, awaits_caller=not device_has_work)
+        return outputs
+
+    def _run_overlapped(self, plan: SchedulerOutput, outputs: list[EngineCoreOutput], watch: _Stopwatch) -> None:
+        """Launch a step, and only then take in the one before it.
+
+        The masks of grammars need the tokens of the step before. They are made when these have come, while the new
+        step's forward pass runs; its sampling waits for them.
+        """
+        pending, needs_masks = None, False
+        if plan.scheduled or plan.dropped_request_ids:
+            pending = self.executor.start(plan)
+            needs_masks = self.structured_output.constrains(plan)
+            if not needs_masks:
+                self.executor.sample(pending, None)
+        if self._inflight is not None:
+            previous, pending_before = self._inflight
+            result = self.executor.finish(pending_before)
+            self._inflight = None
+            self._take_in(previous, result, outputs, watch)
+        if pending is not None and needs_masks:
+            self.executor.sample(pending, self.structured_output.masks(plan))
+        if pending is not None and plan.scheduled:
+            self._inflight = (plan, pending)
+
+    def _take_in(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput, outputs: list[EngineCoreOutput], watch: _Stopwatch
+    ) -> None:
+        """Put a step's results into the books; appends to ``outputs``."""
+        start = time.perf_counter()
         with self._fatal():
-            outputs, ended = self.structured_output.update(self.scheduler.update_from_output(plan, result))
+            new, ended = self.structured_output.update(self.scheduler.update_from_output(plan, result))
             for request_id in ended:
                 self.scheduler.abort(request_id)
-        self.last_times = StepTimes(
+        outputs += new
+        watch.update_s += time.perf_counter() - start
+
+    def _end_largest(self, plan: SchedulerOutput, error: DeviceOutOfMemoryError) -> EngineCoreOutput | None:
+        """End the request that needed most of a step for which the device lacked the memory; None if all have ended.
+
+        The newest among equals: the oldest request is the last one to go.
+        """
+        by_need = sorted(plan.scheduled, key=lambda scheduled: scheduled.num_new_tokens)
+        for scheduled in reversed(by_need):
+            if self.abort(scheduled.request_id):
+                logger.warning(
+                    "the device has no memory left for a step of %d tokens in %d requests; request %s with %d of them "
+                    "ends with an error, the others are computed anew: lower max_num_batched_tokens or "
+                    "gpu_memory_utilization (%s)",
+                    plan.num_tokens, len(plan.scheduled), scheduled.request_id, scheduled.num_new_tokens, error,
+                )  # fmt: skip
+                return EngineCoreOutput(scheduled.request_id, (), FinishReason.ERROR)
+        return None
+
+
+class _Stopwatch:
+    """Takes the times of one step."""
+
+    def __init__(self, device_time: DeviceTime) -> None:
+        self._device_time = device_time
+        self._busy_s, self._wait_s = device_time.busy_s, device_time.wait_s
+        self._num_late_steps = device_time.num_late_steps
+        self._start = time.perf_counter()
+        self._schedule_s = 0.0
+        self.update_s = 0.0
+
+    def scheduled(self) -> None:
+        """The plan is there."""
+        self._schedule_s = time.perf_counter() - self._start
+
+    def times(self, plan: SchedulerOutput, *, awaits_caller: bool) -> StepTimes:
+        """The step is over."""
+        total_s = time.perf_counter() - self._start
+        busy_s = min(total_s, self._device_time.busy_s - self._busy_s)
+        wait_s = self._device_time.wait_s - self._wait_s
+        return StepTimes(
+            num_steps=int(bool(plan.scheduled)),
             num_tokens=plan.num_tokens,
             num_seqs=len(plan.scheduled),
-            schedule_s=scheduled - start,
-            execute_s=executed - scheduled,
-            forward_s=self.executor.last_forward_s,
-            update_s=time.perf_counter() - executed,
+            schedule_s=self._schedule_s,
+            launch_s=total_s - self._schedule_s - wait_s - self.update_s,
+            wait_s=wait_s,
+            update_s=self.update_s,
+            busy_s=busy_s,
+            idle_s=total_s - busy_s,
+            num_late_steps=self._device_time.num_late_steps - self._num_late_steps,
+            awaits_caller=awaits_caller,
         )
-        return outputs
 
 
 class _InterruptWaits:

@@ -142,10 +142,15 @@ class StructuredOutputManager:
         """Forget a request, if it is known."""
         self._live.pop(request_id, None)
 
+    def constrains(self, plan: SchedulerOutput) -> bool:
+        """Whether a request of the step samples under a grammar."""
+        return bool(self._live) and any(r.samples and r.request_id in self._live for r in plan.scheduled)
+
     def masks(self, plan: SchedulerOutput) -> GrammarMasks | None:
         """Which tokens may come next, for each request of a step that samples under a grammar; None if there is none.
 
-        Needs nothing but the tokens taken in so far, so it may also be called while the device computes the step.
+        Needs all tokens before those of the step, and nothing else: so it is called while the device computes the step.
+        A request that has ended meanwhile has no mask; what the step samples for it is discarded.
         """
         if not self._live:
             return None

@@ -32,6 +32,7 @@ from pico_vllm.kernels.decode_inputs import DecodeInputs
 
 if TYPE_CHECKING:
     from pico_vllm.models.qwen2 import Qwen2ForCausalLM
+    from pico_vllm.worker.host_ring import HostRing
     from pico_vllm.worker.input_builder import HostBatch
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class CudaGraphRunner:
         max_num_seqs, max_model_len, block_size: of the engine.
         fill_decode_inputs: the op for this device.
         record: how a pass is captured; tests without a GPU pass ``rerun``.
+        ring: what inputs are sent from.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class CudaGraphRunner:
         max_model_len: int,
         block_size: int,
         fill_decode_inputs: FillDecodeInputs,
+        ring: HostRing,
         record: Recorder | None = None,
     ) -> None:
         start = time.perf_counter()
@@ -92,6 +95,7 @@ class CudaGraphRunner:
         self._block_table_rows, self._last_token_ids = block_table_rows, last_token_ids
         self._block_size, self._max_model_len = block_size, max_model_len
         self._fill = fill_decode_inputs
+        self._ring = ring
         sizes = sorted({size for size in DECODE_SIZES if size < max_num_seqs} | {min(max_num_seqs, DECODE_SIZES[-1])})
         max_blocks = block_table_rows.shape[1]
         self._sent = torch.zeros(3 * sizes[-1], dtype=torch.int32, device=device)
@@ -140,7 +144,7 @@ class CudaGraphRunner:
         host = np.zeros((3, size), dtype=np.int32)  # padded: seq_len 0
         host[0, :num_seqs], host[1, :num_seqs] = rows, seq_lens
         host[2, :num_seqs], host[2, num_seqs:] = new_block_ids, -1
-        self._send(host.reshape(-1), self._sent[: 3 * size])
+        self._ring.send_into(host.reshape(-1), self._sent[: 3 * size])
         captured = self._decodes[size]
         captured.replay()
         return captured.hidden[:num_seqs]
@@ -160,21 +164,15 @@ class CudaGraphRunner:
         lens[:num_seqs], wanted[: len(step.logits_indices)] = step.seq_lens, step.logits_indices
         tables.reshape(self._prompt_seqs, -1)[:num_seqs, : step.block_tables.shape[1]] = step.block_tables
         sent = self._prompt_sent[: len(host)]
-        self._send(host, sent)
+        self._ring.send_into(host, sent)
         if len(step.continued_rows):
-            device_rows = torch.from_numpy(step.continued_rows).to(sent.device, non_blocking=True)
-            device_tokens = torch.from_numpy(step.continued_tokens).to(sent.device, non_blocking=True)
+            device_rows, device_tokens = self._ring.send(step.continued_rows, step.continued_tokens)
             sent[:size].index_copy_(0, device_tokens, self._last_token_ids.index_select(0, device_rows))
         captured = self._prompts[size]
         captured.replay()
         return captured.hidden[: len(step.logits_indices)]
 
     # --------------------------------------------------------------------------------------------------- private
-    @staticmethod
-    def _send(host: np.ndarray, device: torch.Tensor) -> None:
-        tensor = torch.from_numpy(host)
-        device.copy_(tensor.pin_memory() if device.is_cuda else tensor, non_blocking=True)
-
     def _decode_pass(self, size: int) -> torch.Tensor:
         rows, seq_lens, new_block_ids = self._sent[: 3 * size].view(3, size)
         input_ids, positions, slot_mapping = self._written[:, :size]

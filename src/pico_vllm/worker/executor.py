@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Progress
     from pico_vllm.scheduler_output import GrammarMasks, ModelRunnerOutput, SchedulerOutput
+    from pico_vllm.worker.device_time import DeviceTime
+    from pico_vllm.worker.pending_step import PendingStep
 
 
 class UniProcExecutor:
@@ -32,12 +34,17 @@ class UniProcExecutor:
         self.num_blocks = self.runner.num_blocks
 
     @property
-    def last_forward_s(self) -> float:
-        """Seconds of the last step's forward pass and sampling."""
-        return self.runner.last_forward_s
+    def device_time(self) -> DeviceTime:
+        """How long the device had something to do; sums since the start."""
+        return self.runner.device_time
+
+    @property
+    def computes_beside_the_host(self) -> bool:
+        """Whether the device computes while the host does something else."""
+        return self.runner.computes_beside_the_host
 
     def reset(self) -> None:
-        """Forget every request: the next step sends all of them anew."""
+        """Forget every request and every step in flight: the next step sends all of them anew."""
         self.runner.reset()
 
     def execute(
@@ -45,3 +52,15 @@ class UniProcExecutor:
     ) -> ModelRunnerOutput:
         """Run one step and wait for its sampled ids; ``make_masks`` is called while the device computes."""
         return self.runner.execute(step, make_masks)
+
+    def start(self, step: SchedulerOutput) -> PendingStep:
+        """Launch a step's forward pass; the step before it has been sampled, and may still be on the device."""
+        return self.runner.start(step)
+
+    def sample(self, pending: PendingStep, masks: GrammarMasks | None) -> None:
+        """Launch the choice of its tokens."""
+        self.runner.sample(pending, masks)
+
+    def finish(self, pending: PendingStep) -> ModelRunnerOutput:
+        """Wait for its sampled ids; steps are finished in the order in which they were started."""
+        return self.runner.finish(pending)

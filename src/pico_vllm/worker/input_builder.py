@@ -1,8 +1,9 @@
 """InputBuilder: keeps a row for each live request and turns a SchedulerOutput into a ForwardBatch.
 
 The scheduler sends only what is new; what a request has accumulated (block table, sampling parameters, last sampled id)
-stays in its row. Host arithmetic is vectorised numpy; one packed int32 copy a step reaches the device. Only this
-class writes the rows.
+stays in its row. Host arithmetic is vectorised numpy; one packed int32 copy a step reaches the device, and one of the
+sampling parameters where rows are not greedy. A step is built while the one before it runs, and nothing here waits for
+that one. Only this class writes the rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.worker.host_ring import HostRing
 from pico_vllm.worker.logits_processors import LogitsProcessors
 
 if TYPE_CHECKING:
@@ -123,15 +125,22 @@ class InputBuilder:
         block_size: tokens a block.
         vocab_size: of the logits.
         device: where batches are built for.
+        ring: what they are sent from; None = one of its own.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int, vocab_size: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        ring: HostRing | None = None,
     ) -> None:
+        self._ring = HostRing(device, max_num_seqs) if ring is None else ring
         #: What changes the logits of each row.
-        self.logits_processors = LogitsProcessors(max_num_seqs, vocab_size, device)
+        self.logits_processors = LogitsProcessors(max_num_seqs, vocab_size, device, self._ring)
         self._block_size = block_size
-        self._device = device
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._block_tables = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=_INT32)
@@ -171,7 +180,7 @@ class InputBuilder:
 
     def to_device(self, host: HostBatch, num_decode_reqs: int) -> tuple[ForwardBatch, SamplingBatch]:
         """A step that is laid out, on the device."""
-        sent = self._to_device(
+        sent = self._ring.send_int32(
             host.positions,
             host.slot_mapping,
             host.query_start_loc,
@@ -283,7 +292,7 @@ class InputBuilder:
             self.logits_processors.drop(row)
 
     def record_sampled(self, sampling: SamplingBatch, token_ids: torch.Tensor) -> None:
-        """Keep sampled ids ([S] int64) for the next step."""
+        """Keep sampled ids ([S] int64, all of the vocabulary: ``SamplerOutput.input_ids``) for the next step."""
         self.last_token_ids[sampling.rows] = token_ids.to(torch.int32)
         self.logits_processors.record(sampling.host_rows, token_ids)
 
@@ -322,14 +331,13 @@ class InputBuilder:
         stale = np.array(sorted(self._stale_rows))
         self._stale_rows.clear()
         width = int(self._num_blocks[stale].max())
-        (rows,) = self._to_device(stale)
-        (tables,) = self._to_device(self._block_tables[stale, :width].reshape(-1))
+        rows, tables = self._ring.send_int32(stale, self._block_tables[stale, :width].reshape(-1))
         self.block_table_rows[:, :width].index_copy_(0, rows.long(), tables.view(len(stale), width))
 
     def _sampling(
         self, rows: np.ndarray, positions_in_output: np.ndarray, prompt_logprobs: PromptLogprobsBatch | None
     ) -> SamplingBatch:
-        (device_rows,) = self._to_device(rows)
+        (device_rows,) = self._ring.send_int32(rows)
         return SamplingBatch(
             rows=device_rows,
             host_rows=rows,
@@ -370,19 +378,26 @@ class InputBuilder:
         if greedy.all():
             return None
 
-        def send(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(self._device, non_blocking=True)
-
         min_p = self._min_p[rows]
+        sent = self._ring.send(
+            greedy,
+            self._temperature[rows],
+            self._top_k[rows],
+            self._top_p[rows],
+            self._seeds[rows],
+            self._sample_indices[rows],
+            positions,
+            *((min_p,) if min_p.any() else ()),
+        )
         return RandomSampling(
-            greedy=send(greedy),
-            temperature=send(self._temperature[rows]),
-            top_k=send(self._top_k[rows]),
-            top_p=send(self._top_p[rows]),
-            min_p=send(min_p) if min_p.any() else None,
-            seeds=send(self._seeds[rows]),
-            sample_indices=send(self._sample_indices[rows]),
-            positions=send(positions),
+            greedy=sent[0],
+            temperature=sent[1],
+            top_k=sent[2],
+            top_p=sent[3],
+            min_p=sent[7] if len(sent) > 7 else None,
+            seeds=sent[4],
+            sample_indices=sent[5],
+            positions=sent[6],
         )
 
     def _logprobs(self, rows: np.ndarray) -> tuple[int, ...]:
@@ -407,12 +422,5 @@ class InputBuilder:
         if not targets:
             return None
         num_best = tuple(self._num_prompt_logprobs[rows].tolist())
-        packed = torch.tensor(targets, dtype=torch.int64).to(self._device)
+        (packed,) = self._ring.send(np.array(targets, dtype=np.int64))
         return PromptLogprobsBatch(packed, tuple(counts), num_best), np.concatenate(tokens)
-
-    def _to_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """One int32 copy for all arrays; the results are views of it."""
-        packed = torch.from_numpy(np.concatenate(arrays, dtype=_INT32, casting="same_kind"))
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
-        return list(packed.split_with_sizes([a.size for a in arrays]))

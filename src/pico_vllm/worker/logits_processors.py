@@ -3,6 +3,10 @@
 Keeps what a row needs beside its block table: bias and masks that never change, counts of its tokens, the words it must
 not say. Tables over the vocabulary are made when the first request needs them. A step whose rows ask for nothing costs
 one look at a flag array. The order is that of ``docs/sampling.md``.
+
+Nothing here waits for the device, so a step can be prepared and sampled beside the one before it. A client's own
+functions want the ids so far on the host: the scheduler does not schedule their requests until it knows the last one,
+and ``custom_outputs`` says where the runner adds it when it is there.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from pico_vllm.worker.host_ring import HostRing
 
 if TYPE_CHECKING:
     from pico_vllm.kernels.backend import KernelBackend
@@ -32,11 +38,13 @@ class LogitsProcessors:
         max_num_seqs: rows.
         vocab_size: of the logits.
         device: where the tables are.
+        ring: what is sent there from; None = one of its own.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, ring: HostRing | None = None) -> None:
         self._shape = (max_num_seqs, vocab_size)
         self._device = device
+        self._ring = HostRing(device, max_num_seqs) if ring is None else ring
         self._active = np.zeros(max_num_seqs, dtype=np.bool_)  # any of the below
         self._num_active = 0
         self._has_bias = np.zeros(max_num_seqs, dtype=np.bool_)
@@ -105,12 +113,11 @@ class LogitsProcessors:
             positions: [L] index of the token in its request's output.
             backend: its ops.
         """
-        device_rows = torch.from_numpy(rows).to(self._device)
         if (biased := self._has_bias[rows]).any():
             assert self._bias is not None
-            indices = self._to_device(np.flatnonzero(biased))
-            logits.index_add_(0, indices, self._bias.index_select(0, device_rows[indices]))
-        if self._bad_words:
+            indices, device_rows = self._ring.send(np.flatnonzero(biased), rows[biased])
+            logits.index_add_(0, indices, self._bias.index_select(0, device_rows))
+        if self._bad_words and len(rows):
             self._mask_bad_words(logits, rows)
         if self._stop_ids:
             self._mask_stop_ids(logits, rows, positions)
@@ -121,26 +128,31 @@ class LogitsProcessors:
                 self._call_custom(logits[index], *self._custom[row])
 
     def record(self, rows: np.ndarray, token_ids: torch.Tensor) -> None:
-        """Count sampled ids ([L] int64, -1 = none) of these rows."""
+        """Count sampled ids ([L] int64) of these rows."""
         if not self.any_active(rows):
             return
-        valid = np.arange(len(rows))
         if self._output_counts is not None and (penalised := self._has_penalties[rows]).any():
-            indices = self._to_device(valid[penalised])
-            ids = token_ids[indices].clamp(min=0)
+            indices, device_rows = self._ring.send(np.flatnonzero(penalised), rows[penalised])
+            ids = token_ids[indices]
             ones = torch.ones_like(ids, dtype=torch.int32)
-            self._output_counts.index_put_((self._to_device(rows[penalised]), ids), ones, accumulate=True)
+            self._output_counts.index_put_((device_rows, ids), ones, accumulate=True)
         if self._bad_words:
             device_rows = self._to_device(rows)
             shifted = torch.cat((self._recent_ids[device_rows], token_ids[:, None]), dim=1)[:, 1:]
             self._recent_ids[device_rows] = shifted
-        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True) if self._custom else ():
-            if row in self._custom:
-                self._custom[row][1].append(token_id)
+
+    def custom_outputs(self, rows: np.ndarray) -> list[tuple[int, list[int]]]:
+        """Among these sampled rows, the indices of those with custom functions, and the lists of their output ids.
+
+        The caller appends the sampled id when it knows it; the row may have another owner by then, the list has not.
+        """
+        if not self._custom:
+            return []
+        return [(index, self._custom[row][1]) for index, row in enumerate(rows.tolist()) if row in self._custom]
 
     # --------------------------------------------------------------------------------------------------- private
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return self._ring.send(array)[0]
 
     def _set_bias(self, row: int, bias: dict[int, float], banned: list[int], allowed: tuple[int, ...] | None) -> None:
         if self._bias is None:
@@ -148,18 +160,18 @@ class LogitsProcessors:
         table = self._bias[row]
         table.fill_(0.0 if allowed is None else _NEG_INF)
         if allowed is not None:
-            table[torch.tensor(allowed, device=self._device)] = 0.0
+            table[self._to_device(np.array(allowed, dtype=np.int64))] = 0.0
         for token_id, value in bias.items():
             table[token_id] += value
         if banned:
-            table[torch.tensor(banned, device=self._device)] = _NEG_INF
+            table[self._to_device(np.array(banned, dtype=np.int64))] = _NEG_INF
         self._has_bias[row] = True
 
     def _count_known(self, row: int, known: tuple[int, ...], num_prompt_tokens: int) -> None:
         if self._in_prompt is None or self._output_counts is None:
             self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
             self._output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-        ids = torch.tensor(known, dtype=torch.int64, device=self._device)
+        ids = self._to_device(np.array(known, dtype=np.int64))
         self._in_prompt[row].zero_()[ids[:num_prompt_tokens]] = True
         output = ids[num_prompt_tokens:]
         self._output_counts[row].zero_().index_put_(
@@ -204,7 +216,7 @@ class LogitsProcessors:
         tail = known[-width:]
         self._recent_ids[row] = _NONE
         if tail:
-            self._recent_ids[row, width - len(tail) :] = torch.tensor(tail, device=self._device)
+            self._recent_ids[row, width - len(tail) :] = self._to_device(np.array(tail, dtype=np.int64))
         self._packed_bad_words = None
 
     def _mask_bad_words(self, logits: torch.Tensor, rows: np.ndarray) -> None:
@@ -216,7 +228,8 @@ class LogitsProcessors:
         index_of_row[self._to_device(rows)] = torch.arange(len(rows), device=self._device)
         indices = index_of_row[word_rows]  # [num_words]; -1: the row isn't sampled in this step
         said = ((self._recent_ids[word_rows] == prefixes) | (prefixes == _ANY)).all(dim=1) & (indices >= 0)
-        logits[indices[said], last_ids[said]] = _NEG_INF
+        mask = torch.where(said, _NEG_INF, 0.0)  # added everywhere: to pick the words out, the host would have to wait
+        logits.index_put_((indices.clamp(min=0), last_ids), mask, accumulate=True)
 
     def _pack_bad_words(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows [num_words], prefixes [num_words, width] padded on the left, last ids [num_words]."""
@@ -224,5 +237,5 @@ class LogitsProcessors:
         words = [(row, word) for row, of_row in self._bad_words.items() for word in of_row]
         prefixes = [[_ANY] * (width + 1 - len(word)) + list(word[:-1]) for _, word in words]
         columns = ([row for row, _ in words], prefixes, [word[-1] for _, word in words])
-        rows, packed, last_ids = (torch.tensor(c, dtype=torch.int64, device=self._device) for c in columns)
+        rows, packed, last_ids = self._ring.send(*(np.array(column, dtype=np.int64) for column in columns))
         return rows, packed, last_ids

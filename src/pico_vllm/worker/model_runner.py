@@ -1,4 +1,9 @@
-"""ModelRunner: owns the model, the KV tensors and the rows of one device, and runs one step at a time."""
+"""ModelRunner: owns the model, the KV tensors and the rows of one device, and runs steps.
+
+A step has three parts, so that the host can prepare the next one while the device computes: ``start`` launches the
+forward pass, ``sample`` launches the choice of tokens, ``finish`` waits for them. Per step they come in this order, and
+the next step starts when this one has been sampled; it may be finished later, one step later at most.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,25 @@ import importlib.util
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from pico_vllm.config import MIN_COMPUTE_CAPABILITY, triton_is_interpreted
 from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
-from pico_vllm.errors import ConfigError
+from pico_vllm.errors import ConfigError, DeviceOutOfMemoryError
 from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import ParameterPlace, dummy_parameters, load_parameters
 from pico_vllm.scheduler_output import ModelRunnerOutput
 from pico_vllm.worker.cuda_graph import CudaGraphRunner
+from pico_vllm.worker.device_time import DeviceTime
+from pico_vllm.worker.host_ring import HostRing
 from pico_vllm.worker.input_builder import InputBuilder
 from pico_vllm.worker.kv_cache_memory import allocate_kv_caches, resolve_num_blocks
+from pico_vllm.worker.logprobs import LogprobsTensors
+from pico_vllm.worker.pending_step import PendingStep
 from pico_vllm.worker.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -29,9 +39,13 @@ if TYPE_CHECKING:
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Parameters, Progress
     from pico_vllm.scheduler_output import GrammarMasks, SchedulerOutput
+    from pico_vllm.worker.host_ring import Slot
     from pico_vllm.worker.input_builder import SamplingBatch
 
 logger = logging.getLogger(__name__)
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -83,17 +97,14 @@ class ModelRunner:
         self.kv_caches = allocate_kv_caches(
             model_config, num_blocks=self.num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
         )
+        self._ring = HostRing(self.device, config.scheduler.max_num_seqs)
         rows = (config.scheduler.max_num_seqs, max_blocks_per_seq, block_size, model_config.vocab_size, self.device)
-        self._new_rows = partial(InputBuilder, *rows)
+        self._new_rows = partial(InputBuilder, *rows, self._ring)
         self._rows = self._new_rows()
-        if self.device.type == "cuda":
-            self._pinned_ids = torch.empty(config.scheduler.max_num_seqs, dtype=torch.int64, pin_memory=True)
-            self._ids_are_there = torch.cuda.Event()
         self._graphs = self._capture(config) if self.device.type == "cuda" and not config.enforce_eager else None
         self._captured_backend = backend
-        #: Seconds of the last step's forward pass and sampling on the host clock, the wait for the ids included.
-        self.last_forward_s = 0.0
-        #: Called after each step with its plan: who records ops learns whose rows they have computed.
+        self.device_time = DeviceTime()
+        #: Called when a step has been sampled, with its plan: who records ops learns whose rows they have computed.
         self.step_observer: Callable[[SchedulerOutput], None] | None = None
         logger.info(
             "%s on %s, %s, backend %s, %d KV blocks of %d tokens, ready in %.2f s",
@@ -105,6 +116,11 @@ class ModelRunner:
     def num_rows(self) -> int:
         """Requests the device holds a row for."""
         return self._rows.num_rows
+
+    @property
+    def computes_beside_the_host(self) -> bool:
+        """Whether a launched step runs on its own; a CPU has computed it when the launch returns."""
+        return self.device.type == "cuda"
 
     @property
     def uses_cuda_graphs(self) -> bool:
@@ -124,7 +140,9 @@ class ModelRunner:
         self._sampler = Sampler(backend)
 
     def reset(self) -> None:
-        """Forget every request, in whatever state a failed step has left its row."""
+        """Forget every request, in whatever state a failed step has left its row, and every step in flight."""
+        self._ring.forget_inflight()
+        self.device_time.forget_running()
         fresh = self._new_rows()
         fresh.adopt_device_rows(self._rows)
         self._rows = fresh
@@ -145,34 +163,66 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             block_size=config.cache.block_size,
             fill_decode_inputs=fill_decode_inputs_triton,
+            ring=self._ring,
         )
 
-    @torch.inference_mode()
     def execute(
         self, step: SchedulerOutput, make_masks: Callable[[], GrammarMasks | None] | None = None
     ) -> ModelRunnerOutput:
-        """Run one step: build inputs, forward, sample, and wait for the sampled ids.
+        """Run one step and wait for it; ``make_masks`` (grammar masks, or None) is called while the device computes.
 
-        ``make_masks`` (grammar masks of the step, or None) is called when the forward pass has been launched: on a GPU
-        the host makes them while the device computes.
+        Raises:
+            DeviceOutOfMemoryError: it needs more memory than the device has left.
+        """
+        pending = self.start(step)
+        self.sample(pending, None if make_masks is None or not step.scheduled else make_masks())
+        return self.finish(pending)
+
+    def start(self, step: SchedulerOutput) -> PendingStep:
+        """Apply what is new, and launch the step's forward pass.
+
+        Raises:
+            DeviceOutOfMemoryError: it needs more memory than the device has left.
         """
         if not step.scheduled:  # nothing runs, but rows may have to go
             self._rows.drop(step.dropped_request_ids)
-            self.last_forward_s = 0.0
-            return ModelRunnerOutput(())
-        hidden, sampling, built = self._forward(step)
-        logits = self._model.lm_head(hidden)
-        output = self._sample(logits, step, sampling, None if make_masks is None else make_masks())
-        self.last_forward_s = time.perf_counter() - built
-        if self.step_observer is not None:
-            self.step_observer(step)
-        return output
+            return PendingStep(step)
+        return _naming_memory_errors(self._start, step)
 
-    def _forward(self, step: SchedulerOutput) -> tuple[torch.Tensor, SamplingBatch, float]:
+    def sample(self, pending: PendingStep, grammar: GrammarMasks | None = None) -> None:
+        """Launch the choice of the step's tokens; they stay on the device for the next step and go to the host.
+
+        Raises:
+            DeviceOutOfMemoryError: it needs more memory than the device has left.
+        """
+        if pending.slot is not None:
+            _naming_memory_errors(self._sample, pending, grammar)
+
+    def finish(self, pending: PendingStep) -> ModelRunnerOutput:
+        """Wait for the step's results; the only place where the host waits for the device."""
+        if pending.slot is None:
+            return ModelRunnerOutput(())
+        start = time.perf_counter()
+        pending.slot.wait()
+        self.device_time.wait_s += time.perf_counter() - start
+        if self.computes_beside_the_host:
+            self.device_time.end()
+        return pending.output()
+
+    @torch.inference_mode()
+    def _start(self, step: SchedulerOutput) -> PendingStep:
+        slot = self._ring.begin_step()
+        hidden, sampling = self._forward(step)
+        logits = self._model.lm_head(hidden)
+        if not self.computes_beside_the_host:
+            self.device_time.end()
+        return PendingStep(step, slot, logits, sampling)
+
+    def _forward(self, step: SchedulerOutput) -> tuple[torch.Tensor, SamplingBatch]:
         """Launch the step's forward pass, captured if a capture holds it.
 
         Returns:
-            Hidden rows of the wanted tokens, how to sample, and when the inputs were ready.
+            Hidden rows of the wanted tokens, and how to sample.
         """
         graphs = self._graphs if self._graphs is not None and self.backend is self._captured_backend else None
         if graphs is None:
@@ -182,51 +232,57 @@ class ModelRunner:
             size = graphs.decode_size(len(step.scheduled)) if continues else None
             if size is not None:
                 rows, seq_lens, new_block_ids, sampling = self._rows.lay_out_decode(step)
-                built = time.perf_counter()
-                return graphs.decode(size, rows, seq_lens, new_block_ids), sampling, built
+                self._launches()
+                return graphs.decode(size, rows, seq_lens, new_block_ids), sampling
             host = self._rows.lay_out(step)
             size = graphs.prompt_size(host)
             if size is not None:
                 sampling = self._rows.sampling(host)
-                built = time.perf_counter()
-                return graphs.prompt(size, host), sampling, built
+                self._launches()
+                return graphs.prompt(size, host), sampling
             batch, sampling = self._rows.to_device(host, step.num_decode_reqs)
-        built = time.perf_counter()
-        return self._model.hidden_rows(batch, self.kv_caches), sampling, built
+        self._launches()
+        return self._model.hidden_rows(batch, self.kv_caches), sampling
 
-    def _sample(
-        self, logits: torch.Tensor, step: SchedulerOutput, sampling: SamplingBatch, grammar: GrammarMasks | None
-    ) -> ModelRunnerOutput:
-        """Choose tokens, keep them for the next step, and hand them out in the order of the scheduled requests."""
-        if logits.shape[0] == 0:
-            return ModelRunnerOutput(((),) * len(step.scheduled))
-        masks = None if grammar is None else self._grammar_rows(step, grammar)
-        sampled = self._sampler(logits, sampling, self._rows.logits_processors, masks)
-        self._rows.record_sampled(sampling, sampled.token_ids)
-        ids = iter(self._ids_on_host_sync(sampled.token_ids))
-        logprobs = iter(sampled.logprobs)
-        return ModelRunnerOutput(
-            token_ids=tuple((next(ids),) if r.samples else () for r in step.scheduled),
-            logprobs=tuple(next(logprobs) if r.samples else () for r in step.scheduled) if sampled.logprobs else (),
-            prompt_logprobs=sampled.prompt_logprobs,
-        )
+    def _launches(self) -> None:
+        """The inputs of a step are ready: it goes to the device now."""
+        self.device_time.num_late_steps += self._ring.previous_step_has_ended()
+        self.device_time.begin()
 
-    def _ids_on_host_sync(self, token_ids: torch.Tensor) -> list[int]:
-        """Wait for the sampled ids of the step."""
-        if self.device.type != "cuda":
-            return token_ids.tolist()
-        on_host = self._pinned_ids[: len(token_ids)]
-        on_host.copy_(token_ids, non_blocking=True)
-        self._ids_are_there.record()
-        self._ids_are_there.synchronize()
-        return on_host.tolist()
+    @torch.inference_mode()
+    def _sample(self, pending: PendingStep, grammar: GrammarMasks | None) -> None:
+        if not self.computes_beside_the_host:
+            self.device_time.begin()
+        slot, logits, sampling = pending.slot, pending.logits, pending.sampling
+        assert slot is not None and logits is not None and sampling is not None
+        if logits.shape[0] > 0:
+            masks = None if grammar is None else self._grammar_rows(pending.step, grammar)
+            sampled = self._sampler(logits, sampling, self._rows.logits_processors, masks)
+            self._rows.record_sampled(sampling, sampled.input_ids)
+            pending.token_ids = slot.fetch_ids(sampled.token_ids)
+            pending.logprobs = self._fetch(slot, sampled.logprobs)
+            pending.prompt_logprobs = self._fetch(slot, sampled.prompt_logprobs)
+            pending.prompt_counts = () if sampling.prompt_logprobs is None else sampling.prompt_logprobs.counts
+            pending.custom_outputs = self._rows.logits_processors.custom_outputs(sampling.host_rows)
+        pending.logits = pending.sampling = None  # their memory is the next step's
+        slot.close()
+        if not self.computes_beside_the_host:
+            self.device_time.end()
+        if self.step_observer is not None:
+            self.step_observer(pending.step)
 
-    def _grammar_rows(self, step: SchedulerOutput, grammar: GrammarMasks) -> tuple[torch.Tensor, torch.Tensor] | None:
+    @staticmethod
+    def _fetch(slot: Slot, logprobs: LogprobsTensors | None) -> LogprobsTensors | None:
+        """Start to copy log-probabilities to the host."""
+        return None if logprobs is None else LogprobsTensors(logprobs.num_best, tuple(slot.fetch(logprobs.tensors)))
+
+    def _grammar_rows(self, step: SchedulerOutput, grammar: GrammarMasks) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices among the sampled rows, and the bitmask, on the device."""
         sampled = [request.request_id for request in step.scheduled if request.samples]
         index_of = {request_id: index for index, request_id in enumerate(sampled)}
-        indices = torch.tensor([index_of[request_id] for request_id in grammar.request_ids], dtype=torch.int64)
-        return indices.to(self.device), torch.from_numpy(grammar.bitmask).to(self.device)
+        indices = np.array([index_of[request_id] for request_id in grammar.request_ids], dtype=np.int64)
+        on_device, bitmask = self._ring.send(indices, grammar.bitmask)
+        return on_device, bitmask
 
     def _load_parameters(
         self, config: EngineConfig, source: ModelSource, backend: KernelBackend, progress: Progress | None
@@ -237,6 +293,21 @@ class ModelRunner:
             return dummy_parameters(specs, place, seed=config.seed, progress=progress)
         with source.open_checkpoint() as checkpoint:
             return load_parameters(specs, checkpoint, place, progress=progress)
+
+
+def _naming_memory_errors(
+    function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> _Result:
+    """Call it; what the device lacked memory for becomes a DeviceOutOfMemoryError, with all caches given back.
+
+    That happens outside of the ``except``, where the frames that held the step's tensors are gone.
+    """
+    try:
+        return function(*args, **kwargs)
+    except torch.OutOfMemoryError as error:
+        message = str(error)
+    torch.cuda.empty_cache()
+    raise DeviceOutOfMemoryError(message)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pico_vllm.outputs import TokenLogprobs
+from pico_vllm.worker.logprobs import LogprobsTensors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pico_vllm.kernels.backend import KernelBackend
     from pico_vllm.worker.input_builder import PromptLogprobsBatch, RandomSampling, SamplingBatch
     from pico_vllm.worker.logits_processors import LogitsProcessors
@@ -21,17 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Tokens of a step.
+    """Tokens of a step, all on the device: nothing here has waited for it.
 
     Attributes:
-        token_ids: [S] int64 on the device; -1 where every token is masked, or a custom processor has made a NaN.
-        logprobs: of each row, () where not asked for; () altogether if nobody asked.
-        prompt_logprobs: of each scheduled request likewise.
+        token_ids: [S] int64; -1 where every token is masked, or a custom processor has made a NaN.
+        input_ids: [S] int64, what the next step computes with: the same, but 0 for -1. That step may have been launched
+            before the host sees that the request has ended.
+        logprobs: of the S rows; None if nobody asked.
+        prompt_logprobs: of the P rows of prompt positions likewise.
     """
 
     token_ids: torch.Tensor
-    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    input_ids: torch.Tensor
+    logprobs: LogprobsTensors | None = None
+    prompt_logprobs: LogprobsTensors | None = None
 
 
 class Sampler:
@@ -57,10 +62,10 @@ class Sampler:
         """
         num_rows = batch.rows.shape[0]
         prompt = batch.prompt_logprobs
-        prompt_logprobs = () if prompt is None else self._prompt_logprobs(logits[num_rows:], prompt)
+        prompt_logprobs = None if prompt is None else self._prompt_logprobs(logits[num_rows:], prompt)
         raw = logits if prompt is None else logits[:num_rows]
         if grammar is None and not processors.any_active(batch.host_rows):
-            token_ids = self._choose(raw, batch.random)
+            token_ids = input_ids = self._choose(raw, batch.random)
         else:
             processed = raw.to(torch.float32, copy=True)
             if grammar is not None:
@@ -69,8 +74,9 @@ class Sampler:
             nothing_left = ~(processed.amax(dim=-1) > float("-inf"))  # or a NaN
             processed.masked_fill_(nothing_left[:, None], 0.0)  # no op has to cope with such a row
             token_ids = self._choose(processed, batch.random).masked_fill_(nothing_left, -1)
-        logprobs = self._logprobs(raw, token_ids, batch.num_logprobs) if batch.num_logprobs else ()
-        return SamplerOutput(token_ids, logprobs, prompt_logprobs)
+            input_ids = token_ids.clamp(min=0)
+        logprobs = self._logprobs(raw, input_ids, batch.num_logprobs) if batch.num_logprobs else None
+        return SamplerOutput(token_ids, input_ids, logprobs, prompt_logprobs)
 
     def _choose(self, logits: torch.Tensor, params: RandomSampling | None) -> torch.Tensor:
         greedy: torch.Tensor = self._backend.greedy(logits)
@@ -85,29 +91,11 @@ class Sampler:
         self._backend.apply_bitmask(masked, bitmask)
         logits[indices] = masked
 
-    def _logprobs(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, num_best: tuple[int, ...]
-    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        entries = self._entries(logits, token_ids.clamp(min=0), num_best)
-        return tuple(() if entry is None else (entry,) for entry in entries)
-
-    def _prompt_logprobs(
-        self, logits: torch.Tensor, prompt: PromptLogprobsBatch
-    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    def _prompt_logprobs(self, logits: torch.Tensor, prompt: PromptLogprobsBatch) -> LogprobsTensors:
         num_best = [n for n, count in zip(prompt.num_best, prompt.counts, strict=True) for _ in range(count)]
-        entries = iter(self._entries(logits, prompt.targets, num_best))
-        return tuple(tuple(e for e in (next(entries) for _ in range(count)) if e) for count in prompt.counts)
+        return self._logprobs(logits, prompt.targets, num_best)
 
-    def _entries(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, num_best: list[int] | tuple[int, ...]
-    ) -> list[TokenLogprobs | None]:
-        """One entry a row; None where ``num_best`` is -1."""
-        if len(num_best) == 0:
-            return []
-        width = min(max(num_best), logits.shape[1])
-        chosen, rank, best_ids, best = self._backend.logprobs(logits, token_ids, max(width, 0))
-        columns = (token_ids, chosen, rank, best_ids, best)
-        entries: list[TokenLogprobs | None] = []
-        for n, i, c, r, ids, values in zip(num_best, *(column.tolist() for column in columns), strict=True):
-            entries.append(None if n < 0 else TokenLogprobs((i, *ids[:n]), (c, *values[:n]), r))
-        return entries
+    def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_best: Sequence[int]) -> LogprobsTensors:
+        width = max(0, min(max(num_best), logits.shape[1]))
+        of_chosen = self._backend.logprobs(logits, token_ids, width)
+        return LogprobsTensors(tuple(num_best), (token_ids, *of_chosen))

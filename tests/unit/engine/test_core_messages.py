@@ -168,7 +168,7 @@ def test_what_msgpack_has_no_place_for_is_that_requests_error(params, words):
 # -------------------------------------------------------------------------------------------------------- outputs
 @given(st.lists(outputs, max_size=4))
 def test_outputs_come_back_with_every_field(step):
-    times = StepTimes(num_steps=3, num_tokens=5, num_seqs=2, schedule_s=0.5, execute_s=4.0, forward_s=3.0, update_s=0.1)
+    times = StepTimes(num_steps=3, num_tokens=5, num_seqs=2, schedule_s=0.5, launch_s=4.0, busy_s=3.0, num_late_steps=2)
     message = StepOutputs(tuple(step_of(key, output) for key, output in enumerate(step)), times)
     restored = decode_from_core(encode(message))
     assert restored.times == times
@@ -250,6 +250,7 @@ OPTIONS = {
     "max_num_batched_tokens": 77,
     "max_model_len": 50,
     "enable_chunked_prefill": False,
+    "async_scheduling": True,
     "tensor_parallel_size": 1,
 }
 

@@ -172,7 +172,7 @@ def test_texts_stop_strings_and_statistics_are_the_same(in_process, llm):
         assert llm.engine.stats.num_output_tokens >= 9
         # The core may have gone on for a moment after a stop string; it never does less.
         assert llm.engine.stats.num_tokens >= in_process.engine.stats.num_tokens - 3
-        assert llm.engine.stats.num_steps > 0 < llm.engine.stats.forward_s
+        assert llm.engine.stats.num_steps > 0 < llm.engine.stats.busy_s
         assert 0 <= llm.engine.stats.overhead <= 1
 
 

@@ -32,6 +32,7 @@ from pico_vllm.outputs import EngineCoreOutput
 from pico_vllm.request import FinishReason, Request
 from pico_vllm.sampling_params import StructuredOutputsParams
 from pico_vllm.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from pico_vllm.worker.device_time import DeviceTime
 
 BOS, EOS = 0, 1  # of the tiny models
 DIGITS = StructuredOutputsParams(regex="[0-9]{3}")
@@ -50,22 +51,32 @@ class RandomExecutor:
     def __init__(self, config, model_config, source, **_):
         self.num_blocks = config.cache.num_gpu_blocks_override
         self.vocab_size = model_config.vocab_size
-        self.last_forward_s = 0.0
+        self.device_time = DeviceTime()
+        self.computes_beside_the_host = False
         self.favoured = np.zeros(self.vocab_size)
         self.seed = 0
         self.forced = {}  # request id -> ids to return whatever the mask says
         self.steps = []
 
     def execute(self, plan, make_masks=None):
-        masks = None if make_masks is None else make_masks()
+        pending = self.start(plan)
+        self.sample(pending, None if make_masks is None else make_masks())
+        return self.finish(pending)
+
+    def start(self, plan):
+        return [plan]
+
+    def sample(self, pending, masks):
+        (plan,) = pending
         rows = {} if masks is None else dict(zip(masks.request_ids, masks.bitmask, strict=True))
         assert set(rows) <= {r.request_id for r in plan.scheduled if r.samples}
         self.steps.append((plan, masks))
-        return ModelRunnerOutput(
-            tuple((self.sample(r, rows.get(r.request_id)),) if r.samples else () for r in plan.scheduled)
-        )
+        pending += [(self.sample_one(r, rows.get(r.request_id)),) if r.samples else () for r in plan.scheduled]
 
-    def sample(self, request, row):
+    def finish(self, pending):
+        return ModelRunnerOutput(tuple(pending[1:]))
+
+    def sample_one(self, request, row):
         if self.forced.get(request.request_id):
             return self.forced[request.request_id].pop(0)
         position = request.num_computed_tokens + request.num_new_tokens

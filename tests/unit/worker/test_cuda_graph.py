@@ -47,6 +47,7 @@ def with_graphs(llm):
             max_model_len=llm.engine.core.limits.max_model_len,
             block_size=llm.engine.config.cache.block_size,
             fill_decode_inputs=fill_decode_inputs_reference,
+            ring=runner._ring,
             record=rerun,
         )
     used = []

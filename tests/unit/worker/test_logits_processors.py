@@ -96,7 +96,10 @@ class Rows:
         return logits
 
     def say(self, requests: list[Live] | tuple[Live, ...], token_ids: list[int]) -> None:
-        self.processors.record(self.rows(*requests), torch.tensor(token_ids, dtype=torch.int64))
+        rows = self.rows(*requests)
+        self.processors.record(rows, torch.tensor(token_ids, dtype=torch.int64))
+        for index, output_token_ids in self.processors.custom_outputs(rows):
+            output_token_ids.append(token_ids[index])
         for request, token_id in zip(requests, token_ids, strict=True):
             request.output.append(token_id)
 

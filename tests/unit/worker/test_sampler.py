@@ -12,6 +12,7 @@ from pico_vllm.outputs import TokenLogprobs
 from pico_vllm.scheduler_output import NewRequestData
 from pico_vllm.worker.input_builder import PromptLogprobsBatch, RandomSampling, SamplingBatch
 from pico_vllm.worker.logits_processors import LogitsProcessors
+from pico_vllm.worker.logprobs import entries_by_count
 from pico_vllm.worker.sampler import Sampler
 
 VOCAB_SIZE = 50
@@ -62,10 +63,26 @@ def make_processors(params=None):
     return processors
 
 
+@dataclasses.dataclass
+class Sampled:
+    """What the sampler gives, as it reaches the host."""
+
+    token_ids: torch.Tensor
+    logprobs: tuple
+    prompt_logprobs: tuple
+
+
 def run(backend, logits, random=None, *, processors=None, grammar=None, **logprobs):
     num_rows = logits.shape[0] - sum(logprobs["prompt_logprobs"].counts if "prompt_logprobs" in logprobs else ())
     batch = make_batch(num_rows, random, **logprobs)
-    return Sampler(backend)(logits, batch, processors or make_processors(), grammar)
+    output = Sampler(backend)(logits, batch, processors or make_processors(), grammar)
+    assert output.input_ids.tolist() == output.token_ids.clamp(min=0).tolist()
+    counts = logprobs["prompt_logprobs"].counts if "prompt_logprobs" in logprobs else ()
+    return Sampled(
+        output.token_ids,
+        entries_by_count(output.logprobs, (1,) * num_rows),
+        entries_by_count(output.prompt_logprobs, counts),
+    )
 
 
 def sample(backend, logits, random, **options):

@@ -49,7 +49,8 @@ class PicoEngine(SteppedEngine):
         if options.max_num_seqs is not None:
             defaults["max_num_seqs"] = options.max_num_seqs
         self.engine = LLMEngine(EngineConfig.from_options(**(defaults | options.extra)))
-        config, runner = self.engine.config, core_in_this_process(self.engine.core).executor.runner
+        config, core = self.engine.config, core_in_this_process(self.engine.core)
+        runner = core.executor.runner
         settings = {
             "backend": runner.backend.name,
             "cuda_graphs": runner.uses_cuda_graphs,
@@ -60,6 +61,7 @@ class PicoEngine(SteppedEngine):
             "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
             "max_model_len": self.engine.core.limits.max_model_len,
             "chunked_prefill": config.scheduler.enable_chunked_prefill,
+            "async_scheduling": core.overlaps,
             "gpu_memory_utilization": options.memory_share,
             "extra": options.extra,
         }
