@@ -188,7 +188,7 @@ class CudaGraphRunner:
             block_tables=block_tables,
             query_start_loc=self._arange[: size + 1],
             seq_lens=seq_lens,
-            logits_indices=self._arange[:size],
+            logits_indices=None,
             num_decode_reqs=size,
             max_query_len=1,
             max_seq_len=self._max_model_len,

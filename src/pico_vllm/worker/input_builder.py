@@ -171,6 +171,7 @@ class InputBuilder:
 
     def to_device(self, host: HostBatch, num_decode_reqs: int) -> tuple[ForwardBatch, SamplingBatch]:
         """A step that is laid out, on the device."""
+        wants_all = host.prompt_logprobs is None and len(host.logits_indices) == len(host.positions)
         sent = self._to_device(
             host.positions,
             host.slot_mapping,
@@ -188,7 +189,7 @@ class InputBuilder:
             slot_mapping=sent[1],
             query_start_loc=sent[2],
             seq_lens=sent[3],
-            logits_indices=sent[4],
+            logits_indices=None if wants_all else sent[4],
             block_tables=sent[5].view(len(host.seq_lens), -1),
             num_decode_reqs=num_decode_reqs,
             max_query_len=host.max_query_len,

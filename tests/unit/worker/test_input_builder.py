@@ -132,7 +132,7 @@ def test_a_decode_takes_the_last_sampled_id_from_the_device():
         "block_tables": [[3, 0], [6, 1]],
         "query_start_loc": [0, 1, 2],
         "seq_lens": [2, 5],
-        "logits_indices": [0, 1],
+        "logits_indices": None,
         "num_decode_reqs": 2,
         "max_query_len": 1,
         "max_seq_len": 5,
@@ -450,7 +450,7 @@ def test_past_the_prompt_nothing_is_said_of_prompt_logprobs():
     assert sampling.prompt_logprobs is not None
     record(builder, sampling, 5)
     batch, sampling = builder.build(step(decode("a", 2), decodes=1))
-    assert sampling.prompt_logprobs is None and batch.logits_indices.tolist() == [0]
+    assert sampling.prompt_logprobs is None and batch.logits_indices is None
     builder.drop(("a",))
     assert builder._rows_with_prompt_logprobs == set()
 
