@@ -6,8 +6,9 @@ Reads top down: parameters, one layer, the whole model. Holds no request state: 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -157,6 +158,7 @@ class Qwen2ForCausalLM:
                 num_decode_reqs=batch.num_decode_reqs,
                 max_query_len=batch.max_query_len,
                 max_seq_len=batch.max_seq_len,
+                prefill_seq_len=batch.prefill_seq_len,
             ),
             KVCacheShape(num_kv_heads=self.config.num_key_value_heads, block_size=kv_caches[0].shape[3]),
         )
@@ -170,6 +172,16 @@ class Qwen2ForCausalLM:
             partial, residual = layer(x, residual, cos_sin, kv_cache, metadata, rows)
             x, residual = next_norm.add(partial, residual)
         return x
+
+    def outermost_layers(self, kv_caches: Sequence[torch.Tensor]) -> tuple[Self, list[torch.Tensor]]:
+        """This model with its first and its last layer only, and their KV caches.
+
+        It launches every kernel that the whole model launches: a quick way to compile and load them.
+        """
+        shallow = copy.copy(self)
+        kept = sorted({0, len(self.layers) - 1})
+        shallow.layers = [self.layers[i] for i in kept]
+        return shallow, [kv_caches[i] for i in kept]
 
     @classmethod
     def parameter_specs(cls, config: ModelConfig) -> list[ParameterSpec]:
