@@ -10,11 +10,12 @@ _TABLES = ("block_table_rows", "last_token_ids")
 
 CASES = [
     CompileCase(
-        name="fill_decode_inputs",
+        name=f"fill_decode_inputs{'' if padding_has_tokens else '_beside_chunks'}",
         kernel=_fill_decode_inputs_kernel,
         signature={f"{name}_ptr": "*i32" for name in (*_POINTERS, *_TABLES)}
         | {"table_stride": "i32", "row_stride": "i32"},
-        constexprs={"BLOCK_SIZE": 16, "BLOCK": _BLOCK},
+        constexprs={"BLOCK_SIZE": 16, "BLOCK": _BLOCK, "PADDING_HAS_TOKENS": padding_has_tokens},
         divisible=("table_stride", "row_stride"),
     )
+    for padding_has_tokens in (True, False)
 ]

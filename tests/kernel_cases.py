@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -163,3 +164,21 @@ def build_paged_case(
         dense=tuple(dense),
         num_tokens=num_tokens,
     )
+
+
+def with_empty_decodes(case: PagedCase, count: int) -> PagedCase:
+    """The case with so many padded decodes, which have no tokens, after its own ones."""
+    inputs, first = case.inputs, case.inputs.num_decode_reqs
+
+    def insert(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.cat((tensor[:first], values.expand(count, *tensor.shape[1:]), tensor[first:]))
+
+    zero = inputs.seq_lens.new_zeros(1)
+    padded = dataclasses.replace(
+        inputs,
+        block_tables=insert(inputs.block_tables, zero[:, None]),
+        query_start_loc=insert(inputs.query_start_loc, inputs.query_start_loc[first : first + 1]),
+        seq_lens=insert(inputs.seq_lens, zero),
+        num_decode_reqs=first + count,
+    )
+    return dataclasses.replace(case, inputs=padded)

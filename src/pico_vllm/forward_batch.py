@@ -1,7 +1,7 @@
 """ForwardBatch: the device tensors of one step. Built by the worker's InputBuilder, read by models and kernels.
 
 Padding contract: a padded token has slot -1 and is never written; a padded sequence has seq_len 0, and no tokens or one
-padded token.
+padded token. Decodes without a token come after all others: a decode's token has the decode's own index.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class ForwardBatch:
             content is never used.
         query_start_loc: [S + 1] int32; tokens of sequence s are [query_start_loc[s], query_start_loc[s + 1]).
         seq_lens: [S] int32, tokens of each sequence after this step (cached context + new tokens).
-        logits_indices: [L] int32, the tokens whose logits are wanted.
+        logits_indices: [L] int32, the tokens whose logits are wanted, in the order in which they are; None = all T.
         num_decode_reqs: the first sequences, each with exactly one new token; padding may be among them.
         max_query_len: bound of the new tokens of one sequence.
-        max_seq_len: bound of ``seq_lens``. These three are the only host values a kernel launch may depend on.
+        max_seq_len: bound of ``seq_lens``.
+        prefill_seq_len: the length of the sequences after the decodes that launches are shaped for, None = max_seq_len.
+            No bound: longer ones take longer. These four are the only host values a kernel launch may depend on.
     """
 
     input_ids: torch.Tensor
@@ -38,7 +40,8 @@ class ForwardBatch:
     block_tables: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    logits_indices: torch.Tensor
+    logits_indices: torch.Tensor | None
     num_decode_reqs: int
     max_query_len: int
     max_seq_len: int
+    prefill_seq_len: int | None = None

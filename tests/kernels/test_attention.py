@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from kernel_cases import NAN, Heads, PagedCase, Step, build_paged_case
+from kernel_cases import NAN, Heads, PagedCase, Step, build_paged_case, with_empty_decodes
 from kernel_implementations import (
     CPU_ATTENTION,
     REFERENCE_ATTENTION,
@@ -206,6 +206,16 @@ def test_padding_among_the_decodes_as_a_graph_bucket_has_it_gives_zeros(impl, dt
     out, cache = run_step(impl.op, bucket)
     assert_near_oracle("attention", out[:3], oracle(case))
     assert_bitwise(out[3:], torch.zeros_like(out[3:]))
+    assert_bitwise(cache, case.stored_cache)
+
+
+@each_implementation_and_dtype("attention")
+def test_padded_decodes_without_tokens_disturb_nobody(impl, dtype):
+    """A captured step of decodes and chunks: two decodes in a bucket of five, whose other three have no tokens."""
+    case = build_paged_case(Step(((1, 33), (1, 7), (6, 20), (9, 9)), 2, 3), SMALL, dtype=dtype, device=impl.device)
+    out, cache = run_step(impl.op, with_empty_decodes(case, 3))
+    assert_near_oracle("attention", out[: case.num_tokens], oracle(case))
+    assert_bitwise(out[case.num_tokens :], torch.zeros_like(out[case.num_tokens :]))
     assert_bitwise(cache, case.stored_cache)
 
 

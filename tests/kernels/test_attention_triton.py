@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from kernel_cases import NAN, Heads, PagedCase, Step, build_paged_case
+from kernel_cases import NAN, Heads, PagedCase, Step, build_paged_case, with_empty_decodes
 from kernel_implementations import (
     REFERENCE_ATTENTION,
     RUNS_TRITON,
@@ -168,7 +168,30 @@ def test_bounds_far_above_the_lengths_change_nothing_but_the_launch(dtype):
     """As in a CUDA graph captured for the longest context: most splits and query tiles find nothing to do."""
     case = build(Step(((1, 40), (1, 3), (7, 20)), 2), dtype=dtype)
     for max_seq_len in (40, 4096):
-        assert_near_oracle("attention", attend(case, config=TINY, max_seq_len=max_seq_len), oracle(case))
+        bounds = {"max_seq_len": max_seq_len, "prefill_seq_len": max_seq_len}
+        assert_near_oracle("attention", attend(case, config=TINY, **bounds), oracle(case))
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("programs_per_sm", [1, 24])  # decodes unsplit and split
+def test_padded_decodes_without_tokens_leave_the_tokens_of_others(monkeypatch, num_splits, programs_per_sm):
+    """As a captured mixed step has them: the decode kernel's zeros are overwritten, whatever was split."""
+    monkeypatch.setattr(attention_prefill, "num_prefill_splits", lambda *_: num_splits)
+    case = build(Step(((1, 33), (1, 70), (5, 40), (9, 9)), 2, num_padded_tokens=3))
+    padded = with_empty_decodes(case, 4)
+    out = attend(padded, config=with_decode(programs_per_sm=programs_per_sm))
+    assert_near_oracle("attention", out, oracle(case))
+
+
+def test_prefills_are_shaped_for_a_length_of_their_own(monkeypatch):
+    """Long decodes beside a short prompt: and a length that is too small only costs time."""
+    seen = []
+    monkeypatch.setattr(attention_prefill, "num_prefill_splits", lambda _, seq_len, *rest: seen.append(seq_len) or 2)
+    case = build(Step(((1, 100), (17, 40)), 1))
+    inputs = dataclasses.replace(case.inputs, prefill_seq_len=20)
+    out = attend(dataclasses.replace(case, inputs=inputs), config=TINY)
+    assert_near_oracle("attention", out, oracle(case))
+    assert seen == [20]
 
 
 @pytest.mark.parametrize("num_decodes", [1, 2, 5])

@@ -15,6 +15,7 @@ if RUNS_TRITON:
     FILLS.append(pytest.param(fill_decode_inputs_triton, TRITON_DEVICE, id="triton"))
 
 POISON = -777
+TENSORS = [field.name for field in dataclasses.fields(DecodeInputs) if field.name != "padding_has_tokens"]
 
 
 def make(rows, seq_lens, new_block_ids, max_blocks, device):
@@ -43,6 +44,19 @@ def test_ids_positions_slots_and_tables_by_hand(fill, device):
 
 
 @pytest.mark.parametrize("fill, device", FILLS)
+def test_padding_without_tokens_leaves_what_belongs_to_others(fill, device):
+    tables = torch.tensor([[7, 8], [5, 0]], dtype=torch.int32, device=device)
+    last = torch.tensor([70, 50], dtype=torch.int32, device=device)
+    inputs = dataclasses.replace(make([1, 0, 0], [5, 0, 0], [6, 3, -1], 2, device), padding_has_tokens=False)
+    fill(inputs, tables, last, 4)
+    assert inputs.input_ids.tolist() == [50, POISON, POISON]
+    assert inputs.positions.tolist() == [4, POISON, POISON]
+    assert inputs.slot_mapping.tolist() == [24, POISON, POISON]
+    assert inputs.block_tables.tolist() == [[5, 6], [POISON] * 2, [POISON] * 2]
+    assert tables.tolist() == [[7, 8], [5, 6]], "a padded sequence begins no block"
+
+
+@pytest.mark.parametrize("fill, device", FILLS)
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_long_tables_and_every_place_in_a_block_agree_with_the_reference(fill, device, block_size):
     generator = torch.Generator().manual_seed(0)
@@ -57,6 +71,6 @@ def test_long_tables_and_every_place_in_a_block_agree_with_the_reference(fill, d
     fill_decode_inputs_reference(expected, expected_tables, last, block_size)
     actual_tables = tables.to(device)
     fill(actual, actual_tables, last.to(device), block_size)
-    for field in dataclasses.fields(DecodeInputs):
-        assert torch.equal(getattr(actual, field.name).cpu(), getattr(expected, field.name)), field.name
+    for name in TENSORS:
+        assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
     assert torch.equal(actual_tables.cpu(), expected_tables)

@@ -36,6 +36,7 @@ class AttentionInputs:
     num_decode_reqs: int
     max_query_len: int
     max_seq_len: int
+    prefill_seq_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

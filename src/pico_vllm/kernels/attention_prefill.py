@@ -207,13 +207,14 @@ def prefill_attention_triton(
     group, device = num_heads // num_kv_heads, metadata.device
     first_seq, num_seqs = metadata.num_decode_reqs, metadata.seq_lens.shape[0]
     num_decode_tokens = first_seq if metadata.decode_query_len == 1 else 0  # at least
-    prefill = choose_prefill(config, (num_tokens - num_decode_tokens) * num_heads, metadata.max_seq_len, device.num_sms)
+    seq_len = metadata.prefill_seq_len
+    prefill = choose_prefill(config, (num_tokens - num_decode_tokens) * num_heads, seq_len, device.num_sms)
     heads = group if prefill.packs_group else 1
     num_full_tiles = -(-(num_tokens - num_decode_tokens) * heads // prefill.block_m)
     num_programs = num_full_tiles * (num_heads // heads)
     num_splits = 1  # for padded tokens alone
     if num_seqs > first_seq:
-        num_splits = num_prefill_splits(num_programs, metadata.max_seq_len, device.num_sms)
+        num_splits = num_prefill_splits(num_programs, seq_len, device.num_sms)
     partial_out, partial_lse = allocate_partials(num_tokens, num_splits, out)
     num_tiles = num_tokens * heads // prefill.block_m + num_seqs - first_seq + 1  # as _find_tile places them
     _prefill_kernel[(num_heads // heads, num_splits, num_tiles)](

@@ -3,6 +3,9 @@
 The first ``num_decode_reqs`` sequences go to the decode kernel, all others and the padded tokens that belong to no
 sequence to the prefill kernel; each is launched only if there may be something for it. Launches depend on tensor shapes
 and on the host bounds of the metadata alone, lengths are read on the device: a CUDA graph may capture any of it.
+
+A padded decode without a token has an index that is another sequence's token: the decode kernel may write 0 there, and
+the prefill kernel, which runs after it, what belongs there.
 """
 
 # pyright: reportCallIssue=false
@@ -29,8 +32,9 @@ class TritonAttentionMetadata:
 
     Attributes:
         slot_mapping, block_tables, query_start_loc, seq_lens: as in ``AttentionInputs``.
-        num_decode_reqs: the first sequences, each with one token, which may be a padded one.
+        num_decode_reqs: the first sequences, each with one token, which may be a padded one; the last may have none.
         max_seq_len: bound of ``seq_lens``.
+        prefill_seq_len: what the prefill kernel is shaped for.
         device: where the tensors are.
         decode_query_len: bound of the tokens of a decode, 1 to 8. Above 1 (speculation) a decode may have fewer.
         config: launch shapes; None = the ones tuned for the device.
@@ -42,6 +46,7 @@ class TritonAttentionMetadata:
     seq_lens: torch.Tensor
     num_decode_reqs: int
     max_seq_len: int
+    prefill_seq_len: int
     device: Device
     decode_query_len: int = 1
     config: AttentionConfig | None = None
@@ -56,6 +61,7 @@ def prepare_attention_triton(inputs: AttentionInputs, shape: KVCacheShape) -> Tr
         seq_lens=inputs.seq_lens,
         num_decode_reqs=inputs.num_decode_reqs,
         max_seq_len=inputs.max_seq_len,
+        prefill_seq_len=inputs.max_seq_len if inputs.prefill_seq_len is None else inputs.prefill_seq_len,
         device=device_of(inputs.seq_lens.device.index),
     )
 
@@ -76,7 +82,10 @@ def paged_attention_triton(
     config = metadata.config or select_config(device.architecture, block_d, query.element_size())
     if num_decodes > 0:
         decode_attention_triton(query, kv_cache, out, metadata, scale, config)
-    num_decode_tokens = num_decodes if metadata.decode_query_len == 1 else 0  # at least
+    num_decode_tokens = (
+        num_decodes if metadata.decode_query_len == 1 else 0
+    )  # at least, padded ones without a token too
+    assert num_decode_tokens <= num_tokens
     if num_tokens > num_decode_tokens:
         prefill_attention_triton(query, kv_cache, out, metadata, scale, config)
     return out

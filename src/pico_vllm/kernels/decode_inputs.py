@@ -8,7 +8,8 @@ For sequence s of the step, in device row r = rows[s], with its new token at pos
     slot_mapping[s] = block_table_rows[r, p // block_size] * block_size + p % block_size
     block_tables[s] = block_table_rows[r]                              as far as the sequence goes
 
-A padded sequence has seq_len 0: it gets id 0, position 0, slot -1, and its block table is left as it was.
+A padded sequence has seq_len 0: it gets id 0, position 0, slot -1, and its block table is left as it was. Where padding
+has no tokens, what stands in its place belongs to others and is left as it was too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class DecodeInputs:
         rows, seq_lens, new_block_ids: [n] int32.
         input_ids, positions, slot_mapping: [n] int32.
         block_tables: [n, max_blocks] int32.
+        padding_has_tokens: each padded sequence has a padded token.
     """
 
     rows: torch.Tensor
@@ -35,6 +37,7 @@ class DecodeInputs:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
+    padding_has_tokens: bool = True
 
 
 def fill_decode_inputs_reference(
@@ -51,7 +54,8 @@ def fill_decode_inputs_reference(
     sent = zip(inputs.rows.tolist(), inputs.seq_lens.tolist(), inputs.new_block_ids.tolist(), strict=True)
     for s, (row, seq_len, new_block_id) in enumerate(sent):
         if seq_len == 0:
-            inputs.input_ids[s], inputs.positions[s], inputs.slot_mapping[s] = 0, 0, -1
+            if inputs.padding_has_tokens:
+                inputs.input_ids[s], inputs.positions[s], inputs.slot_mapping[s] = 0, 0, -1
             continue
         block, offset = divmod(seq_len - 1, block_size)
         if new_block_id >= 0:

@@ -30,6 +30,7 @@ def _fill_decode_inputs_kernel(
     row_stride,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PADDING_HAS_TOKENS: tl.constexpr,
 ):
     """Formulas in ``decode_inputs``. Grid: (n,); a program has one sequence and copies its block table.
 
@@ -40,9 +41,10 @@ def _fill_decode_inputs_kernel(
     seq_len = tl.load(seq_lens_ptr + s)
     new_block_id = tl.load(new_block_ids_ptr + s)
     if seq_len == 0:
-        tl.store(input_ids_ptr + s, 0)
-        tl.store(positions_ptr + s, 0)
-        tl.store(slot_mapping_ptr + s, -1)
+        if PADDING_HAS_TOKENS:
+            tl.store(input_ids_ptr + s, 0)
+            tl.store(positions_ptr + s, 0)
+            tl.store(slot_mapping_ptr + s, -1)
         return
     position = seq_len - 1
     last_block = position // BLOCK_SIZE
@@ -79,5 +81,6 @@ def fill_decode_inputs_triton(
         block_table_rows.stride(0),
         BLOCK_SIZE=block_size,
         BLOCK=_BLOCK,
+        PADDING_HAS_TOKENS=inputs.padding_has_tokens,
         num_warps=4,
     )

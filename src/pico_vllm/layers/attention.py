@@ -42,7 +42,14 @@ class SelfAttention:
         self.qk_norm = qk_norm
         self._backend = backend
 
-    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attend from the step's tokens to their sequences.
 
         Args:
@@ -50,13 +57,15 @@ class SelfAttention:
             cos_sin: [num_tokens, head_dim].
             kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]; this step's K and V are written into it.
             metadata: of the backend, for this step.
+            rows: [num_rows] tokens that are projected back, None = all of them.
 
         Returns:
-            [num_tokens, hidden_size], this rank's partial sum.
+            [num_rows, hidden_size], this rank's partial sum.
         """
         num_tokens = x.shape[0]
         # [num_tokens, query + key + value heads, head_dim]
         heads = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         self._backend.rotary_embedding_and_store_kv(heads, cos_sin, kv_cache, metadata, self.num_heads, self.qk_norm)
         attended = self._backend.paged_attention(heads[:, : self.num_heads], kv_cache, metadata, self.scale)
-        return self.o_proj(attended.view(num_tokens, self.num_heads * self.head_dim))
+        attended = attended.view(num_tokens, self.num_heads * self.head_dim)
+        return self.o_proj(attended if rows is None else attended.index_select(0, rows))

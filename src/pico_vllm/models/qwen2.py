@@ -6,8 +6,9 @@ Reads top down: parameters, one layer, the whole model. Holds no request state: 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -78,7 +79,13 @@ class Qwen2DecoderLayer:
         )
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, cos_sin: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer.
 
@@ -88,11 +95,15 @@ class Qwen2DecoderLayer:
             cos_sin: [num_tokens, head_dim].
             kv_cache: of this layer; written in place.
             metadata: of the backend, for this step.
+            rows: [num_rows] tokens that are wanted of this layer, None = all: the others get their K and V only.
 
         Returns:
-            (partial sum of the feed-forward, residual after attention): the next norm adds them.
+            (partial sum of the feed-forward, residual after attention), [num_rows, hidden_size] each: the next norm
+            adds them.
         """
-        attended = self.self_attn(x, cos_sin, kv_cache, metadata)
+        attended = self.self_attn(x, cos_sin, kv_cache, metadata, rows)
+        if rows is not None:
+            residual = residual.index_select(0, rows)
         x, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(x), residual
 
@@ -147,17 +158,30 @@ class Qwen2ForCausalLM:
                 num_decode_reqs=batch.num_decode_reqs,
                 max_query_len=batch.max_query_len,
                 max_seq_len=batch.max_seq_len,
+                prefill_seq_len=batch.prefill_seq_len,
             ),
             KVCacheShape(num_kv_heads=self.config.num_key_value_heads, block_size=kv_caches[0].shape[3]),
         )
         cos_sin = self.rotary_emb(batch.positions)
         residual = self.embed_tokens(batch.input_ids)
         x = self.layers[0].input_layernorm(residual)
+        # After the attention of the last layer nobody reads a row that isn't wanted: 1/28 of a prompt's products.
+        wanted = [None] * (len(self.layers) - 1) + [batch.logits_indices]
         next_norms = [layer.input_layernorm for layer in self.layers[1:]] + [self.norm]
-        for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
-            partial, residual = layer(x, residual, cos_sin, kv_cache, metadata)
+        for layer, kv_cache, rows, next_norm in zip(self.layers, kv_caches, wanted, next_norms, strict=True):
+            partial, residual = layer(x, residual, cos_sin, kv_cache, metadata, rows)
             x, residual = next_norm.add(partial, residual)
-        return x.index_select(0, batch.logits_indices)
+        return x
+
+    def outermost_layers(self, kv_caches: Sequence[torch.Tensor]) -> tuple[Self, list[torch.Tensor]]:
+        """This model with its first and its last layer only, and their KV caches.
+
+        It launches every kernel that the whole model launches: a quick way to compile and load them.
+        """
+        shallow = copy.copy(self)
+        kept = sorted({0, len(self.layers) - 1})
+        shallow.layers = [self.layers[i] for i in kept]
+        return shallow, [kv_caches[i] for i in kept]
 
     @classmethod
     def parameter_specs(cls, config: ModelConfig) -> list[ParameterSpec]:

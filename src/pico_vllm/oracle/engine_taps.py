@@ -2,7 +2,9 @@
 
 A recording backend sees each op with its arguments; the parameter an op was called with says where in the model it is.
 Steps mix chunks and decodes of many requests: the scheduler's plan says which rows belong to whom, and the rows are
-put back together by position. Nothing in the engine knows that it is watched.
+put back together by position. What follows the attention of the last layer has rows of the wanted tokens only: of those
+that were sampled from, then of those whose prompt logprobs were asked for. Nothing in the engine knows that it is
+watched.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 
 from pico_vllm.engine.core_client import core_in_this_process
 from pico_vllm.kernels.backend import recording
+from pico_vllm.oracle.points import points_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from pico_vllm.engine.llm_engine import LLMEngine
     from pico_vllm.scheduler_output import SchedulerOutput
 
-#: {point key: [num_positions, width]} of one sequence. "logits" rows are those of the positions that were sampled.
+#: {point key: [num_positions, width]} of one sequence; see ``EngineTaps.positions``.
 Taps = dict[str, torch.Tensor]
 
 
@@ -31,10 +34,13 @@ class EngineTaps:
     def __init__(self, engine: LLMEngine) -> None:
         self._runner = core_in_this_process(engine.core).executor.runner
         self._name_of = {id(parameter): name for name, parameter in self._runner.parameters.items()}
+        points = points_of(self._runner.model_config.num_hidden_layers)
+        self._keys_of_wanted = {point.key for point in points if point.is_of_wanted}
         self._layer = -1
         self._step: dict[str, torch.Tensor] = {}
         #: {request: {point: {position: row}}}; a position that is computed again (preemption) is overwritten.
         self._rows: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+        self._sampled: dict[str, set[int]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[EngineTaps]:
@@ -54,9 +60,13 @@ class EngineTaps:
         points = self._rows[request_id]
         return {key: torch.stack([rows[p] for p in sorted(rows)]) for key, rows in points.items()}
 
+    def positions(self, request_id: str) -> dict[str, list[int]]:
+        """{point key: the positions of its rows}: every computed one, or the wanted ones where no other is computed."""
+        return {key: sorted(rows) for key, rows in self._rows[request_id].items()}
+
     def sampled_positions(self, request_id: str) -> list[int]:
-        """Positions whose logits were computed."""
-        return sorted(self._rows[request_id]["logits"])
+        """Positions whose next token was sampled."""
+        return sorted(self._sampled[request_id])
 
     # --------------------------------------------------------------------------------------------------- private
     def _tap(self, op: str, args: tuple[Any, ...], result: Any) -> None:
@@ -103,18 +113,27 @@ class EngineTaps:
 
     def _distribute(self, plan: SchedulerOutput) -> None:
         """Give each request its rows of this step."""
-        token, sampled = 0, 0
-        for request in plan.scheduled:
-            points = self._rows.setdefault(request.request_id, {})
-            end = request.num_computed_tokens + request.num_new_tokens
-            for key, rows in self._step.items():
-                if key != "logits":
-                    for i in range(request.num_new_tokens):
-                        points.setdefault(key, {})[request.num_computed_tokens + i] = rows[token + i]
-                elif request.samples:
-                    points.setdefault(key, {})[end - 1] = rows[sampled]
-            token += request.num_new_tokens
-            sampled += request.samples
+        tokens = [
+            (request.request_id, request.num_computed_tokens + i)
+            for request in plan.scheduled
+            for i in range(request.num_new_tokens)
+        ]
+        sampled = [
+            (request.request_id, request.num_computed_tokens + request.num_new_tokens - 1)
+            for request in plan.scheduled
+            if request.samples
+        ]
+        of_prompts = [
+            (request.request_id, request.prompt_targets_start + i)
+            for request in plan.scheduled
+            for i in range(len(request.prompt_targets))
+        ]
+        for request_id, position in sampled:
+            self._sampled.setdefault(request_id, set()).add(position)
+        for key, rows in self._step.items():
+            owners = sampled + of_prompts if key in self._keys_of_wanted else tokens
+            for (request_id, position), row in zip(owners, rows, strict=True):
+                self._rows.setdefault(request_id, {}).setdefault(key, {})[position] = row
         self._step = {}
 
 

@@ -17,11 +17,13 @@ class Point:
         layer: index, or None outside the layers.
         name: of the sub-layer's output.
         op: the backend op that computes it.
+        is_of_wanted: computed only for the tokens whose logits are wanted, in their order.
     """
 
     layer: int | None
     name: str
     op: str
+    is_of_wanted: bool = False
 
     @property
     def key(self) -> str:
@@ -47,12 +49,16 @@ LAYER_POINTS = (
 )
 
 
+#: The last layer makes these of every token, and the rest of the wanted ones.
+_MADE_OF_EVERY_TOKEN = {name for name, _ in LAYER_POINTS[: LAYER_POINTS.index(("attention", "paged_attention")) + 1]}
+
+
 def points_of(num_layers: int) -> list[Point]:
     """Every point of a model, in the order of execution."""
     points = [Point(None, "embed_tokens", "embedding")]
     for layer in range(num_layers):
-        points += [
-            Point(layer, name, "add_rms_norm" if name == "input_layernorm" and layer > 0 else op)
-            for name, op in LAYER_POINTS
-        ]
-    return [*points, Point(None, "norm", "add_rms_norm"), Point(None, "logits", "linear")]
+        for name, op in LAYER_POINTS:
+            fused_op = "add_rms_norm" if name == "input_layernorm" and layer > 0 else op
+            is_of_wanted = layer == num_layers - 1 and name not in _MADE_OF_EVERY_TOKEN
+            points.append(Point(layer, name, fused_op, is_of_wanted))
+    return [*points, Point(None, "norm", "add_rms_norm", True), Point(None, "logits", "linear", True)]

@@ -55,10 +55,14 @@ def _settings(result: Verification) -> Text:
         f"{s['model']} ({s['architecture']}), {s['dtype']} on {s['device']}, backend {s['backend']}: "
         f"{len(s['prompt_lengths'])} prompts of {min(s['prompt_lengths'])} … {max(s['prompt_lengths'])} tokens, "
         f"{s['num_new_tokens']} new tokens each, at most {s['max_num_batched_tokens']} tokens a step.\n"
-        f"Errors against transformers in fp32 at {result.errors[0].num_rows} positions (logits: "
-        f"{result.errors[-1].num_rows}): largest error; RMS error and its bound; RMS error of the worst position "
-        "relative to its values, and its bound.\n"
+        f"Errors against transformers in fp32 at {_num_positions(result)} positions: largest error; RMS error and its "
+        "bound; RMS error of the worst position relative to its values, and its bound.\n"
     )
+
+
+def _num_positions(result: Verification) -> str:
+    fewest, most = (f(e.num_rows for e in result.errors) for f in (min, max))
+    return str(most) if fewest == most else f"{fewest} to {most}"
 
 
 def _table(errors: Sequence[PointError], title: str) -> Table:

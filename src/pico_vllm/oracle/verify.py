@@ -149,11 +149,11 @@ def verify(
     for request_id, token_ids in sequences.items():
         truth = truth_model.run(token_ids[:-1])
         theirs = None if peer_model is None else peer_model.run(token_ids[:-1])
-        sampled = taps.sampled_positions(request_id)
-        ours = taps.taps(request_id)
+        ours, positions = taps.taps(request_id), taps.positions(request_id)
         for key, error_sum in sums.items():
-            rows = slice(None) if key != "logits" else sampled
+            rows = positions[key]
             error_sum.add(ours[key], truth[key][rows], None if theirs is None else theirs[key][rows])
+        sampled = taps.sampled_positions(request_id)
         chosen.append((truth["logits"][sampled], torch.tensor(token_ids)[[p + 1 for p in sampled]]))
     errors = [error_sum.result() for error_sum in sums.values()]
     settings = {
@@ -178,8 +178,13 @@ def _random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[
 def _run_engine(
     engine: LLMEngine, prompts: Sequence[Sequence[int]], num_new_tokens: int
 ) -> tuple[dict[str, list[int]], EngineTaps]:
-    """Prompt and output ids of each request, and what was computed on the way."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True, detokenize=False)
+    """Prompt and output ids of each request, and what was computed on the way.
+
+    Prompt logprobs make every position a wanted one: without them the end of the model would run for sampled ones only.
+    """
+    params = SamplingParams(
+        temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True, detokenize=False, prompt_logprobs=0
+    )
     sequences = {f"verify-{i}": list(prompt) for i, prompt in enumerate(prompts)}
     taps = EngineTaps(engine)
     with taps.watching():

@@ -8,8 +8,8 @@ Two kinds:
 
 - decode: one new token for each of up to n sequences, whose ids, positions, slots and block tables are made on the
   device of three numbers a sequence (``decode_inputs``);
-- prompt: up to n tokens of a few sequences, whatever they are (prompts, chunks, decodes beside them), laid out by the
-  host as for an eager step.
+- mixed: up to d such decodes, and a few sequences with ids from the host (prompts and chunks of them) after them, n
+  tokens in all. A prompt pass is one with d = 0.
 
 A step runs on the smallest size that holds it; the rest is padding, which by contract writes nothing. The size is the
 only host value that a capture depends on: kernels read lengths on the device. What fits no size runs eagerly.
@@ -20,18 +20,20 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.decode_inputs import DecodeInputs
+from pico_vllm.worker.mixed_inputs import MixedInputs, MixedSize, pack_mixed, packed_length
 
 if TYPE_CHECKING:
     from pico_vllm.models.qwen2 import Qwen2ForCausalLM
+    from pico_vllm.scheduler_output import SchedulerOutput
     from pico_vllm.worker.host_ring import HostRing
     from pico_vllm.worker.input_builder import HostBatch
 
@@ -39,19 +41,44 @@ logger = logging.getLogger(__name__)
 
 #: Sequences of the decode captures, as far as max_num_seqs goes: close together where a row more costs something.
 DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
-#: Tokens of the prompt captures. Above the last one the GPU is busy for longer than Python needs to launch.
-PROMPT_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-#: Sequences of a prompt capture, and positions of their contexts.
+#: Tokens of the prompt captures, as far as max_num_batched_tokens goes. Above the last one the GPU is busy for longer
+#: than Python needs to launch.
+PROMPT_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+#: Tokens of the captures with decodes (from 128 on whole tiles of matrix products), and decodes among them: these are
+#: far apart, since room for more of them costs no tokens, only splits of long contexts.
+MIXED_SIZES = (64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+MIXED_DECODES = (8, 32, 64, 128, 256)
+#: Prompts and chunks of a mixed or prompt capture, and positions of their contexts.
 PROMPT_MAX_SEQS = 8
-PROMPT_MAX_SEQ_LEN = 2048
+PROMPT_MAX_SEQ_LEN = 4095
+#: Contexts that their attention is shaped for: in splits up to 256 tokens, for which a long context would take long,
+#: and unsplit above, where the merge costs a whole prompt more than it gains.
+PROMPT_TYPICAL_SEQ_LEN = 2048
 
-#: Makes a pass repeatable: runs it once and returns (its result, what repeats it into the same tensor).
-Recorder = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Callable[[], None]]]
+#: Makes a pass repeatable: runs it once and returns (its result, what repeats it into the same tensor). The second
+#: argument is a short pass that launches every kernel of the first.
+Recorder = Callable[[Callable[[], torch.Tensor], Callable[[], torch.Tensor]], tuple[torch.Tensor, Callable[[], None]]]
 #: Fills the inputs of a decode on the device (see ``kernels.decode_inputs``).
 FillDecodeInputs = Callable[[DecodeInputs, torch.Tensor, torch.Tensor, int], None]
 
 
-_Packed = TypeVar("_Packed", np.ndarray, torch.Tensor)
+def mixed_sizes(max_num_tokens: int, max_num_seqs: int) -> list[MixedSize]:
+    """Sizes of the prompt and mixed captures, the smallest first.
+
+    Args:
+        max_num_tokens, max_num_seqs: of any step; no size is larger.
+    """
+    sizes = {MixedSize(num_tokens, 0) for num_tokens in _sizes_up_to(PROMPT_SIZES, max_num_tokens)}
+    if max_num_seqs > 1:  # somebody beside a decode, here and as tokens
+        for num_tokens in _sizes_up_to(MIXED_SIZES, max_num_tokens):
+            for num_decodes in _sizes_up_to(MIXED_DECODES, max_num_seqs - 1):
+                sizes.add(MixedSize(num_tokens, min(num_decodes, num_tokens - 1)))
+    return sorted(sizes)
+
+
+def _sizes_up_to(sizes: Sequence[int], most: int) -> list[int]:
+    """Those below ``most``, and ``most`` itself or the last one."""
+    return [size for size in sizes if size < most] + ([most] if most < sizes[-1] else [sizes[-1]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +96,7 @@ class CudaGraphRunner:
         block_table_rows: [num_rows, max_blocks] int32, the block table of each device row. Row 0 is used while
             capturing, with block 0.
         last_token_ids: [num_rows] int32, the last sampled id of each row.
-        max_num_seqs, max_model_len, block_size: of the engine.
+        max_num_seqs, max_num_batched_tokens, max_model_len, block_size: of the engine.
         fill_decode_inputs: the op for this device.
         record: how a pass is captured; tests without a GPU pass ``rerun``.
         ring: what inputs are sent from.
@@ -83,6 +110,7 @@ class CudaGraphRunner:
         block_table_rows: torch.Tensor,
         last_token_ids: torch.Tensor,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int,
         fill_decode_inputs: FillDecodeInputs,
@@ -91,43 +119,60 @@ class CudaGraphRunner:
     ) -> None:
         start = time.perf_counter()
         device = block_table_rows.device
-        self._model, self._kv_caches = model, kv_caches
         self._block_table_rows, self._last_token_ids = block_table_rows, last_token_ids
         self._block_size, self._max_model_len = block_size, max_model_len
         self._fill = fill_decode_inputs
         self._ring = ring
-        sizes = sorted({size for size in DECODE_SIZES if size < max_num_seqs} | {min(max_num_seqs, DECODE_SIZES[-1])})
-        max_blocks = block_table_rows.shape[1]
+        sizes = _sizes_up_to(DECODE_SIZES, max_num_seqs)
+        self._mixed_sizes = mixed_sizes(min(max_num_batched_tokens, max_num_seqs * max_model_len), max_num_seqs)
+        self._num_others = min(PROMPT_MAX_SEQS, max_num_seqs)
+        self._prompt_seq_len = min(PROMPT_MAX_SEQ_LEN, max_model_len)
         self._sent = torch.zeros(3 * sizes[-1], dtype=torch.int32, device=device)
         self._written = torch.zeros(3, sizes[-1], dtype=torch.int32, device=device)
-        self._block_tables = torch.zeros(sizes[-1], max_blocks, dtype=torch.int32, device=device)
         self._arange = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
-        self._prompt_seqs = min(PROMPT_MAX_SEQS, max_num_seqs)
-        self._prompt_seq_len = min(PROMPT_MAX_SEQ_LEN, max_model_len)
-        self._prompt_blocks = -(-self._prompt_seq_len // block_size)
-        self._prompt_sent = torch.zeros(self._prompt_numbers(PROMPT_SIZES[-1]), dtype=torch.int32, device=device)
+        longest = max(packed_length(size, self._num_others) for size in self._mixed_sizes)
+        self._mixed_sent = torch.zeros(longest, dtype=torch.int32, device=device)
+        max_seqs = max(sizes[-1], max(size.num_decodes for size in self._mixed_sizes) + self._num_others)
+        self._block_tables = torch.zeros(max_seqs, block_table_rows.shape[1], dtype=torch.int32, device=device)
         record = _Capturing() if record is None else record
+        shallow, shallow_caches = model.outermost_layers(kv_caches)
+
+        def capture(make_batch: Callable[[], ForwardBatch]) -> _Captured:
+            return _Captured(
+                *record(
+                    lambda: model.hidden_rows(make_batch(), kv_caches),
+                    lambda: shallow.hidden_rows(make_batch(), shallow_caches),
+                )
+            )
+
         # The largest first: the smaller ones then fit into memory that it has left in the graphs' pool.
-        self._decodes: dict[int, _Captured] = {}
-        for size in reversed(sizes):
-            self._decodes[size] = _Captured(*record(lambda size=size: self._decode_pass(size)))
-        self._prompts: dict[int, _Captured] = {}
-        for size in reversed(PROMPT_SIZES):
-            self._prompts[size] = _Captured(*record(lambda size=size: self._prompt_pass(size)))
+        self._mixed = {size: capture(lambda size=size: self._mixed_batch(size)) for size in self._mixed_sizes[::-1]}
+        self._decodes = {size: capture(lambda size=size: self._decode_batch(size)) for size in sizes[::-1]}
         logger.info(
-            "%d decode and %d prompt passes captured in %.2f s",
-            len(self._decodes), len(self._prompts), time.perf_counter() - start,
+            "%d decode and %d prompt and mixed passes captured in %.2f s",
+            len(self._decodes), len(self._mixed), time.perf_counter() - start,
         )  # fmt: skip
 
     def decode_size(self, num_seqs: int) -> int | None:
         """The smallest captured decode that holds so many sequences; None if there is none."""
-        return _smallest(self._decodes, num_seqs)
+        return min((size for size in self._decodes if size >= num_seqs), default=None)
 
-    def prompt_size(self, step: HostBatch) -> int | None:
-        """The smallest captured prompt pass that holds a step; None if there is none."""
-        if max(len(step.seq_lens), len(step.logits_indices)) > self._prompt_seqs:
+    def mixed_size(self, step: SchedulerOutput, num_decodes: int) -> MixedSize | None:
+        """The smallest captured prompt or mixed pass that holds a step; None if there is none.
+
+        Args:
+            step: whose first ``num_decodes`` shares are those that continue with an id on the device.
+        """
+        others = step.scheduled[num_decodes:]
+        if len(others) > self._num_others or not all(request.new_token_ids for request in others):
             return None
-        return _smallest(self._prompts, len(step.positions)) if step.max_seq_len <= self._prompt_seq_len else None
+        if max(r.num_computed_tokens + r.num_new_tokens for r in others) > self._prompt_seq_len:
+            return None
+        # Wanted rows have room for one a sequence: prompt logprobs may want more.
+        num_wanted = num_decodes + sum(request.samples + len(request.prompt_targets) for request in others)
+        needed = MixedSize(step.num_tokens, max(num_decodes, num_wanted - self._num_others))
+        fitting = (s for s in self._mixed_sizes if s.num_tokens >= needed[0] and s.num_decodes >= needed[1])
+        return next(fitting, None)
 
     def decode(self, size: int, rows: np.ndarray, seq_lens: np.ndarray, new_block_ids: np.ndarray) -> torch.Tensor:
         """Run a decode step.
@@ -149,82 +194,72 @@ class CudaGraphRunner:
         captured.replay()
         return captured.hidden[:num_seqs]
 
-    def prompt(self, size: int, step: HostBatch) -> torch.Tensor:
-        """Run a step of up to ``size`` tokens.
+    def mixed(self, size: MixedSize, step: HostBatch) -> torch.Tensor:
+        """Run a step of decodes and prompts, or of prompts alone.
+
+        Args:
+            size: from ``mixed_size``.
+            step: from ``lay_out_mixed``.
 
         Returns:
             [len(step.logits_indices), hidden_size], valid until the next call.
         """
-        num_tokens, num_seqs = len(step.positions), len(step.seq_lens)
-        host = np.zeros(self._prompt_numbers(size), dtype=np.int32)
-        ids, where, slots, starts, lens, wanted, tables = self._prompt_parts(host, size)
-        ids[: len(step.host_ids)], where[:num_tokens] = step.host_ids, step.positions
-        slots[:num_tokens], slots[num_tokens:] = step.slot_mapping, -1
-        starts[: num_seqs + 1], starts[num_seqs + 1 :] = step.query_start_loc, num_tokens
-        lens[:num_seqs], wanted[: len(step.logits_indices)] = step.seq_lens, step.logits_indices
-        tables.reshape(self._prompt_seqs, -1)[:num_seqs, : step.block_tables.shape[1]] = step.block_tables
-        sent = self._prompt_sent[: len(host)]
-        self._ring.send_into(host, sent)
-        if len(step.continued_rows):
-            device_rows, device_tokens = self._ring.send(step.continued_rows, step.continued_tokens)
-            sent[:size].index_copy_(0, device_tokens, self._last_token_ids.index_select(0, device_rows))
-        captured = self._prompts[size]
+        host = pack_mixed(step, size, self._num_others)
+        self._ring.send_into(host, self._mixed_sent[: len(host)])
+        captured = self._mixed[size]
         captured.replay()
         return captured.hidden[: len(step.logits_indices)]
 
     # --------------------------------------------------------------------------------------------------- private
-    def _decode_pass(self, size: int) -> torch.Tensor:
+    def _decode_batch(self, size: int) -> ForwardBatch:
         rows, seq_lens, new_block_ids = self._sent[: 3 * size].view(3, size)
         input_ids, positions, slot_mapping = self._written[:, :size]
         block_tables = self._block_tables[:size]
         inputs = DecodeInputs(rows, seq_lens, new_block_ids, input_ids, positions, slot_mapping, block_tables)
         self._fill(inputs, self._block_table_rows, self._last_token_ids, self._block_size)
-        batch = ForwardBatch(
+        return ForwardBatch(
             input_ids=input_ids,
             positions=positions,
             slot_mapping=slot_mapping,
             block_tables=block_tables,
             query_start_loc=self._arange[: size + 1],
             seq_lens=seq_lens,
-            logits_indices=self._arange[:size],
+            logits_indices=None,
             num_decode_reqs=size,
             max_query_len=1,
             max_seq_len=self._max_model_len,
         )
-        return self._model.hidden_rows(batch, self._kv_caches)
 
-    def _prompt_pass(self, size: int) -> torch.Tensor:
-        parts = self._prompt_parts(self._prompt_sent[: self._prompt_numbers(size)], size)
-        input_ids, positions, slot_mapping, query_start_loc, seq_lens, logits_indices, block_tables = parts
-        batch = ForwardBatch(
-            input_ids=input_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            block_tables=block_tables.reshape(self._prompt_seqs, self._prompt_blocks),
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            logits_indices=logits_indices,
-            num_decode_reqs=0,
-            max_query_len=size,
-            max_seq_len=self._prompt_seq_len,
+    def _mixed_batch(self, size: MixedSize) -> ForwardBatch:
+        sent = MixedInputs.views(self._mixed_sent, size, self._num_others)
+        num_decodes = size.num_decodes
+        block_tables = self._block_tables[: num_decodes + self._num_others]
+        if num_decodes > 0:
+            inputs = DecodeInputs(
+                rows=sent.rows[:num_decodes],
+                seq_lens=sent.seq_lens[:num_decodes],
+                new_block_ids=sent.new_block_ids,
+                input_ids=sent.input_ids[:num_decodes],
+                positions=sent.positions[:num_decodes],
+                slot_mapping=sent.slot_mapping[:num_decodes],
+                block_tables=block_tables[:num_decodes],
+                padding_has_tokens=False,
+            )
+            self._fill(inputs, self._block_table_rows, self._last_token_ids, self._block_size)
+        torch.index_select(self._block_table_rows, 0, sent.rows[num_decodes:], out=block_tables[num_decodes:])
+        return ForwardBatch(
+            input_ids=sent.input_ids,
+            positions=sent.positions,
+            slot_mapping=sent.slot_mapping,
+            block_tables=block_tables,
+            query_start_loc=sent.query_start_loc,
+            seq_lens=sent.seq_lens,
+            logits_indices=sent.logits_indices,
+            num_decode_reqs=num_decodes,
+            max_query_len=size.num_tokens,
+            max_seq_len=self._max_model_len,
+            prefill_seq_len=min(PROMPT_TYPICAL_SEQ_LEN, self._prompt_seq_len),
         )
-        return self._model.hidden_rows(batch, self._kv_caches)
-
-    def _prompt_numbers(self, size: int) -> int:
-        return 3 * size + (3 + self._prompt_blocks) * self._prompt_seqs + 1
-
-    def _prompt_parts(self, packed: _Packed, size: int) -> tuple[_Packed, ...]:
-        """ids, positions, slots, starts, lens, wanted tokens, block tables: views of one vector."""
-        seqs = self._prompt_seqs
-        parts, start = [], 0
-        for length in (size, size, size, seqs + 1, seqs, seqs, seqs * self._prompt_blocks):
-            parts.append(packed[start : start + length])
-            start += length
-        return tuple(parts)
-
-
-def _smallest(captured: Mapping[int, _Captured], needed: int) -> int | None:
-    return min((size for size in captured if size >= needed), default=None)
 
 
 class _Capturing:
@@ -234,10 +269,14 @@ class _Capturing:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+    def __call__(
+        self, run: Callable[[], torch.Tensor], run_shallow: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            run()  # compiles what isn't compiled yet, and lets libraries allocate their workspaces
+            # A kernel can't be compiled or loaded while a stream is captured, nor a library allocate its workspace. Any
+            # size may need a new one (Triton looks at which numbers are divisible by 16), so none goes without.
+            run_shallow()
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -252,8 +291,11 @@ class _Capturing:
         return result, graph.replay
 
 
-def rerun(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+def rerun(
+    run: Callable[[], torch.Tensor], run_shallow: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, Callable[[], None]]:
     """A Recorder without a GPU: repeats by running again, into the first result's memory."""
+    run_shallow()
     result = run().clone()
 
     def replay() -> None:

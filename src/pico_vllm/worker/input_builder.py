@@ -93,8 +93,12 @@ class HostBatch:
     Attributes:
         host_ids: [T], 0 where the last sampled id of a row belongs; empty when they all do.
         positions, slot_mapping, query_start_loc, seq_lens, logits_indices, block_tables: as in ``ForwardBatch``.
+        rows: [S], device row of each sequence.
+        new_block_ids: [D], the block that begins with this step's token, -1 = none, of the first sequences: those whose
+            blocks reach ``block_table_rows`` on the device. D = 0 but in ``lay_out_mixed``.
         continued_rows, continued_tokens: sequences that continue with their last sampled id: row and token of each.
         max_query_len, max_seq_len: bounds.
+        prefill_seq_len: bound of the lengths after the decodes; None where there are decodes only.
         sampled_rows: [S], device row of each sampled one.
         positions_in_output: [S], index of the sampled token in its request's output.
         prompt_logprobs: None when nobody asked.
@@ -107,10 +111,13 @@ class HostBatch:
     seq_lens: np.ndarray
     logits_indices: np.ndarray
     block_tables: np.ndarray
+    rows: np.ndarray
+    new_block_ids: np.ndarray
     continued_rows: np.ndarray
     continued_tokens: np.ndarray
     max_query_len: int
     max_seq_len: int
+    prefill_seq_len: int | None
     sampled_rows: np.ndarray
     positions_in_output: np.ndarray
     prompt_logprobs: PromptLogprobsBatch | None
@@ -159,7 +166,7 @@ class InputBuilder:
         self._rows_with_logprobs: set[int] = set()
         self._rows_with_prompt_logprobs: set[int] = set()
         self._arange = np.arange(max_num_seqs + 1)
-        #: The block tables on the device, for captured decodes; ``_stale_rows`` differ from those of the host.
+        #: The block tables on the device, for captured passes; ``_stale_rows`` differ from those of the host.
         self.block_table_rows = torch.zeros((max_num_seqs, max_blocks_per_seq), dtype=torch.int32, device=device)
         self._stale_rows: set[int] = set()
         #: The last sampled id of each row; written by ``record_sampled``, read by the next step without a host copy.
@@ -180,6 +187,7 @@ class InputBuilder:
 
     def to_device(self, host: HostBatch, num_decode_reqs: int) -> tuple[ForwardBatch, SamplingBatch]:
         """A step that is laid out, on the device."""
+        wants_all = host.prompt_logprobs is None and len(host.logits_indices) == len(host.positions)
         sent = self._ring.send_int32(
             host.positions,
             host.slot_mapping,
@@ -197,19 +205,36 @@ class InputBuilder:
             slot_mapping=sent[1],
             query_start_loc=sent[2],
             seq_lens=sent[3],
-            logits_indices=sent[4],
+            logits_indices=None if wants_all else sent[4],
             block_tables=sent[5].view(len(host.seq_lens), -1),
             num_decode_reqs=num_decode_reqs,
             max_query_len=host.max_query_len,
             max_seq_len=host.max_seq_len,
+            prefill_seq_len=host.prefill_seq_len,
         )
         return batch, self.sampling(host)
 
-    def lay_out(self, step: SchedulerOutput) -> HostBatch:
-        """Apply what is new and lay out the step on the host."""
+    def lay_out_mixed(self, step: SchedulerOutput, num_decodes: int) -> HostBatch:
+        """``lay_out`` for a captured pass that finds the block tables in ``block_table_rows``.
+
+        Brings those up to date, but for the blocks that the first ``num_decodes`` sequences begin: decodes with ids on
+        the device, whose new blocks are in ``HostBatch.new_block_ids``.
+        """
+        host = self.lay_out(step, num_decodes)
+        if self._stale_rows:
+            self._refresh_block_table_rows()
+        return host
+
+    def lay_out(self, step: SchedulerOutput, num_device_decodes: int = 0) -> HostBatch:
+        """Apply what is new and lay out the step on the host.
+
+        The first ``num_device_decodes`` sequences bring a block that they begin to the device themselves.
+        """
         self.drop(step.dropped_request_ids)
         num_seqs = len(step.scheduled)
-        rows = np.array([self._update_row(request) for request in step.scheduled])
+        rows = np.array([self._update_row(r, s >= num_device_decodes) for s, r in enumerate(step.scheduled)])
+        decodes = step.scheduled[:num_device_decodes]
+        new_block_ids = (request.new_block_ids[0] if request.new_block_ids else -1 for request in decodes)
         starts = np.array([request.num_computed_tokens for request in step.scheduled])
         if step.num_tokens == num_seqs:  # one token each, as in every step of pure decoding
             max_query_len = 1
@@ -240,10 +265,13 @@ class InputBuilder:
             seq_lens=seq_lens,
             logits_indices=logits_indices if prompt is None else np.concatenate((logits_indices, prompt[1])),
             block_tables=tables,
+            rows=rows,
+            new_block_ids=np.fromiter(new_block_ids, np.int64, num_device_decodes),
             continued_rows=rows[continued],
             continued_tokens=query_start_loc[continued],
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            prefill_seq_len=int(seq_lens[step.num_decode_reqs :].max()) if step.num_decode_reqs < num_seqs else None,
             sampled_rows=sampled_rows,
             positions_in_output=seq_lens[sampled] - self._num_prompt_tokens[sampled_rows],
             prompt_logprobs=None if prompt is None else prompt[0],
@@ -313,11 +341,12 @@ class InputBuilder:
             return last_ids
         return host_ids.index_copy_(0, continued_tokens.long(), last_ids)
 
-    def _update_row(self, request: ScheduledRequest) -> int:
+    def _update_row(self, request: ScheduledRequest, makes_stale: bool) -> int:
         row = self._row_of[request.request_id] if request.new_request is None else self._add(request)
         if request.new_block_ids:
             self._append_blocks(row, request.new_block_ids)
-            self._stale_rows.add(row)
+            if makes_stale:
+                self._stale_rows.add(row)
         return row
 
     def _append_blocks(self, row: int, block_ids: tuple[int, ...]) -> None:

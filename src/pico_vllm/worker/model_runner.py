@@ -160,6 +160,7 @@ class ModelRunner:
             block_table_rows=self._rows.block_table_rows,
             last_token_ids=self._rows.last_token_ids,
             max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=self._max_model_len,
             block_size=config.cache.block_size,
             fill_decode_inputs=fill_decode_inputs_triton,
@@ -228,19 +229,19 @@ class ModelRunner:
         if graphs is None:
             batch, sampling = self._rows.build(step)
         else:
-            continues = not any(request.new_token_ids for request in step.scheduled)
-            size = graphs.decode_size(len(step.scheduled)) if continues else None
-            if size is not None:
+            num_seqs = len(step.scheduled)
+            # Decodes that continue with an id on the device come first; from here on somebody brings ids.
+            num_decodes = next((s for s, r in enumerate(step.scheduled) if r.new_token_ids), num_seqs)
+            if num_decodes == num_seqs and (size := graphs.decode_size(num_seqs)) is not None:
                 rows, seq_lens, new_block_ids, sampling = self._rows.lay_out_decode(step)
                 self._launches()
                 return graphs.decode(size, rows, seq_lens, new_block_ids), sampling
-            host = self._rows.lay_out(step)
-            size = graphs.prompt_size(host)
-            if size is not None:
+            if num_decodes < num_seqs and (size := graphs.mixed_size(step, num_decodes)) is not None:
+                host = self._rows.lay_out_mixed(step, num_decodes)
                 sampling = self._rows.sampling(host)
                 self._launches()
-                return graphs.prompt(size, host), sampling
-            batch, sampling = self._rows.to_device(host, step.num_decode_reqs)
+                return graphs.mixed(size, host), sampling
+            batch, sampling = self._rows.build(step)
         self._launches()
         return self._model.hidden_rows(batch, self.kv_caches), sampling
 

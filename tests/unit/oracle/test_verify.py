@@ -8,12 +8,23 @@ import pytest
 import torch
 
 import tiny_models
-from engine_runs import make_llm
+from engine_runs import greedy, make_llm
+from pico_vllm.oracle.engine_taps import EngineTaps
 from pico_vllm.oracle.points import points_of
 from pico_vllm.oracle.report import render
+from pico_vllm.oracle.transformers_taps import TransformersTaps
 from pico_vllm.oracle.verify import verify
 
 LENGTHS = (1, 15, 17, 40)
+LAST_LAYERS_END = (
+    "o_proj",
+    "attention_residual",
+    "post_attention_layernorm",
+    "gate_up_proj",
+    "activation",
+    "down_proj",
+    "residual",
+)
 
 
 def save(name, tmp_path_factory):
@@ -82,8 +93,7 @@ def test_every_model_passes_in_every_dtype(name, dtype, tmp_path_factory):
     expected = points_of(config.num_hidden_layers)
     assert [error.point for error in result.errors] == expected
     every_position = sum(LENGTHS) + len(LENGTHS) * 5  # the last token of each is never computed
-    assert all(e.num_rows == every_position for e in result.errors[:-1])
-    assert result.errors[-1].num_rows == len(LENGTHS) * 6
+    assert all(e.num_rows == every_position for e in result.errors)
     assert result.tokens.num_tokens == len(LENGTHS) * 6
 
 
@@ -91,6 +101,30 @@ def test_every_model_passes_in_every_dtype(name, dtype, tmp_path_factory):
 def test_other_settings_pass_too(qwen2, options):
     """The reference backend, a pool so small that requests are preempted, another block size."""
     assert check(make_llm(qwen2, **options)).passes
+
+
+def test_what_is_computed_for_wanted_tokens_only_is_found_at_their_positions(qwen2):
+    """Without prompt logprobs the last layer ends with the rows that are sampled: chunks and decodes in one step."""
+    llm = make_llm(qwen2, max_num_batched_tokens=16)
+    taps = EngineTaps(llm.engine)
+    ids = {"a": [5, 6, 7], "b": [(7 * i) % 290 for i in range(40)]}
+    with taps.watching():
+        for request_id, prompt in ids.items():
+            llm.engine.add_request(request_id, list(prompt), greedy(4))
+        while llm.engine.has_unfinished_requests():
+            for delta in llm.engine.step():
+                ids[delta.request_id] += delta.new_token_ids
+    oracle = TransformersTaps(qwen2, torch.float32, torch.device("cpu"))
+    for request_id, num_prompt_tokens in (("a", 3), ("b", 40)):
+        ours, truth = taps.taps(request_id), oracle.run(ids[request_id][:-1])
+        sampled = list(range(num_prompt_tokens - 1, num_prompt_tokens + 3))
+        assert taps.sampled_positions(request_id) == sampled
+        for point in points_of(3):
+            after_attention = point.layer is None and point.name != "embed_tokens"
+            after_attention |= point.layer == 2 and point.name in LAST_LAYERS_END
+            positions = sampled if after_attention else list(range(num_prompt_tokens + 3))
+            assert taps.positions(request_id)[point.key] == positions, point.key
+            torch.testing.assert_close(ours[point.key], truth[point.key][positions], atol=1e-4, rtol=1e-4)
 
 
 def test_the_engine_is_as_before_after_it_was_watched(qwen2):
@@ -202,6 +236,45 @@ def test_a_wrong_gqa_group_is_named(llama_tied):
 
     replace_op(llm, paged_attention=mixes_groups)
     assert failure_of(llm) == ("layers.2.attention", "paged_attention")
+
+
+def test_a_wrong_end_of_the_last_layer_is_named(qwen2):
+    llm = make_llm(qwen2)
+    weight = runner_of(llm).parameters["layers.2.down_proj"]
+    scaled = runner_of(llm).backend.pack_linear(weight.to_dense() * 1.01, None)
+    replace_parameter(llm, "layers.2.down_proj", scaled)
+    assert failure_of(llm) == ("layers.2.down_proj", "linear")
+
+
+def test_a_fault_of_the_last_layer_at_one_prompt_position_is_named(qwen2):
+    """A position that nobody samples from."""
+    llm = make_llm(qwen2)
+    original = runner_of(llm).backend.swiglu
+    calls = iter(range(10**6))
+
+    def poisons(gate_up):
+        out = original(gate_up)
+        if next(calls) == 2:
+            out[-1] *= 1.01  # the first step's wanted rows: sampled ones, then prompt positions
+        return out
+
+    replace_op(llm, swiglu=poisons)
+    assert failure_of(llm) == ("layers.2.activation", "swiglu")
+
+
+def test_residual_rows_of_other_tokens_are_named(qwen2):
+    """The last layer selects the rows of its attention, and those of the residual in another order."""
+    llm = make_llm(qwen2)
+    set_backend = runner_of(llm).set_backend
+
+    def sets_backend_and_mixes(backend):
+        set_backend(backend)
+        last = runner_of(llm)._model.layers[2]
+        attention = last.self_attn
+        last.self_attn = lambda *args: attention(*args[:-1], None if args[-1] is None else args[-1].flip(0))
+
+    runner_of(llm).set_backend = sets_backend_and_mixes
+    assert failure_of(llm) == ("layers.2.o_proj", "linear")
 
 
 def test_a_tied_head_mistaken_for_an_untied_one_is_named(llama_tied):

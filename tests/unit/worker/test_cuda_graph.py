@@ -12,9 +12,10 @@ import torch
 import tiny_models
 from engine_runs import greedy, make_llm
 from pico_vllm import SamplingParams
+from pico_vllm.kernels.attention_config import choose_prefill, num_prefill_splits, select_config
 from pico_vllm.kernels.decode_inputs import fill_decode_inputs_reference
 from pico_vllm.worker import cuda_graph
-from pico_vllm.worker.cuda_graph import CudaGraphRunner, rerun
+from pico_vllm.worker.cuda_graph import CudaGraphRunner, mixed_sizes, rerun
 
 PROMPTS = [[5, 6, 7], [9] * 20, [11, 3] * 8, list(range(20, 53)), [42]]
 
@@ -29,13 +30,20 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
     monkeypatch.setattr(cuda_graph, "DECODE_SIZES", (1, 2, 4, 8))
-    monkeypatch.setattr(cuda_graph, "PROMPT_SIZES", (8, 32))
+    monkeypatch.setattr(cuda_graph, "PROMPT_SIZES", (8, 16, 32))
+    monkeypatch.setattr(cuda_graph, "MIXED_SIZES", (16, 32))
+    monkeypatch.setattr(cuda_graph, "MIXED_DECODES", (2, 6))
     monkeypatch.setattr(cuda_graph, "PROMPT_MAX_SEQS", 3)
     monkeypatch.setattr(cuda_graph, "PROMPT_MAX_SEQ_LEN", 64)
 
 
 def with_graphs(llm):
-    """Give an engine on the CPU its captures; returns the sizes that steps run on: ("decode" | "prompt", size)."""
+    """Give an engine on the CPU its captures.
+
+    Returns:
+        What each step runs on, filled as they run: ("decode", n), ("prompt", tokens), ("mixed", tokens, decodes) or
+        ("eager", tokens).
+    """
     runner = llm.engine.core.executor.runner
     with torch.inference_mode():
         runner._graphs = graphs = CudaGraphRunner(
@@ -44,6 +52,7 @@ def with_graphs(llm):
             block_table_rows=runner._rows.block_table_rows,
             last_token_ids=runner._rows.last_token_ids,
             max_num_seqs=llm.engine.config.scheduler.max_num_seqs,
+            max_num_batched_tokens=llm.engine.config.scheduler.max_num_batched_tokens,
             max_model_len=llm.engine.core.limits.max_model_len,
             block_size=llm.engine.config.cache.block_size,
             fill_decode_inputs=fill_decode_inputs_reference,
@@ -51,9 +60,15 @@ def with_graphs(llm):
             record=rerun,
         )
     used = []
-    decode, prompt = graphs.decode, graphs.prompt
+    decode, mixed, build = graphs.decode, graphs.mixed, runner._rows.build
+
+    def run_mixed(size, *args):
+        used.append(("mixed", *size) if size.num_decodes else ("prompt", size.num_tokens))
+        return mixed(size, *args)
+
     graphs.decode = lambda size, *args: used.append(("decode", size)) or decode(size, *args)
-    graphs.prompt = lambda size, *args: used.append(("prompt", size)) or prompt(size, *args)
+    graphs.mixed = run_mixed
+    runner._rows.build = lambda step: used.append(("eager", step.num_tokens)) or build(step)
     return used
 
 
@@ -77,12 +92,19 @@ def test_more_sequences_than_any_size_run_eagerly(checkpoint):
     llm = make_llm(checkpoint)
     used = with_graphs(llm)
     assert ids(llm.generate(prompts, greedy(4), use_tqdm=False)) == expected
-    assert used == []
+    assert used == [("eager", 27)] + [("eager", 9)] * 3
 
 
 @pytest.mark.parametrize(
     "length, used_first",
-    [(1, ("prompt", 8)), (8, ("prompt", 8)), (9, ("prompt", 32)), (32, ("prompt", 32)), (33, ("decode", 1))],
+    [
+        (1, ("prompt", 8)),
+        (8, ("prompt", 8)),
+        (9, ("prompt", 16)),
+        (17, ("prompt", 32)),
+        (32, ("prompt", 32)),
+        (33, ("eager", 33)),
+    ],
 )
 def test_a_prompt_runs_on_the_smallest_size_that_holds_it(checkpoint, length, used_first):
     prompt = [list(range(3, 3 + length))]
@@ -114,8 +136,8 @@ def test_the_tokens_are_those_of_eager_steps(checkpoint, block_size, options):
     used = with_graphs(llm)
     for _ in range(2):  # rows are used again
         assert ids(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
-    kinds = {kind for kind, _ in used}
-    assert kinds == {"decode", "prompt"} if "max_num_batched_tokens" in options else "decode" in kinds
+    kinds = {kind for kind, *_ in used}
+    assert {"decode", "prompt", "mixed"} <= kinds if "max_num_batched_tokens" in options else "decode" in kinds
 
 
 def test_unused_blocks_and_padding_never_matter(checkpoint):
@@ -126,6 +148,165 @@ def test_unused_blocks_and_padding_never_matter(checkpoint):
     for kv_cache in llm.engine.core.executor.runner.kv_caches:
         kv_cache.fill_(float("nan"))
     assert ids(llm.generate(PROMPTS, greedy(20), use_tqdm=False)) == expected
+
+
+def run_arrivals(llm, arrivals):
+    """Run requests that arrive before the step they are listed under, {step: [(prompt, params)]}; their ids."""
+    engine, found, step = llm.engine, [], 0
+    while step <= max(arrivals) or engine.has_unfinished_requests():
+        for prompt, params in arrivals.get(step, ()):
+            engine.add_request(str(len(found)), prompt, params)
+            found.append([])
+        for delta in engine.step():
+            found[int(delta.request_id)] += delta.new_token_ids
+        step += 1
+    return found
+
+
+def assert_same_as_eager(checkpoint, arrivals, **options):
+    """Returns what each step ran on. Every block that isn't used is NaN."""
+    expected = run_arrivals(make_llm(checkpoint, **options), arrivals)
+    llm = make_llm(checkpoint, **options)
+    used = with_graphs(llm)
+    for kv_cache in llm.engine.core.executor.runner.kv_caches:
+        kv_cache.fill_(float("nan"))
+    assert run_arrivals(llm, arrivals) == expected
+    return used
+
+
+def decodes(count, length=3, max_tokens=8):
+    return [([40 + i] * (length + i % 2), greedy(max_tokens)) for i in range(count)]
+
+
+def prompt_of(length, first=3):
+    return [(first + 7 * i) % 290 for i in range(length)]
+
+
+@pytest.mark.parametrize(
+    "num_decodes, length, expected",
+    [
+        (1, 14, ("mixed", 16, 2)),
+        (1, 15, ("mixed", 16, 2)),
+        (1, 16, ("mixed", 32, 2)),
+        (2, 14, ("mixed", 16, 2)),
+        (3, 13, ("mixed", 16, 6)),
+        (2, 30, ("mixed", 32, 2)),
+        (3, 29, ("mixed", 32, 6)),
+        (3, 30, ("eager", 33)),
+        (6, 10, ("mixed", 16, 6)),
+        (7, 2, ("eager", 9)),
+    ],
+)
+def test_a_mixed_step_runs_on_the_smallest_size_that_holds_it(checkpoint, num_decodes, length, expected):
+    arrivals = {0: decodes(num_decodes), 2: [(prompt_of(length), greedy(5))]}
+    used = assert_same_as_eager(checkpoint, arrivals)
+    assert used[2] == expected
+
+
+@pytest.mark.parametrize("num_prompts, expected", [(2, ("mixed", 16, 2)), (3, ("mixed", 16, 2)), (4, ("eager", 18))])
+def test_several_prompts_join_the_decodes(checkpoint, num_prompts, expected):
+    prompts = [(prompt_of(3 + i, first=50 * i), greedy(4)) for i in range(num_prompts)]
+    used = assert_same_as_eager(checkpoint, {0: decodes(2)[:1], 1: decodes(1), 3: prompts})
+    if num_prompts == 4:
+        expected = ("eager", sum(3 + i for i in range(4)) + 2)
+    assert used[3] == expected
+
+
+def test_a_prompt_of_one_token_joins_the_decodes(checkpoint):
+    """The scheduler counts it among the decodes, but its id comes from the host."""
+    used = assert_same_as_eager(checkpoint, {0: decodes(2), 2: [([77], greedy(5)), ([78], greedy(3))]})
+    assert used[2] == ("mixed", 16, 2)
+
+
+def test_a_chunk_that_does_not_sample_and_the_next_one_beside_decodes(checkpoint):
+    arrivals = {0: decodes(2, max_tokens=12), 1: [(prompt_of(50), greedy(4))]}
+    used = assert_same_as_eager(checkpoint, arrivals, max_num_batched_tokens=16)
+    assert used[1:5] == [("mixed", 16, 2)] * 4
+
+
+def test_a_chunk_whose_context_is_beyond_the_bound_runs_eagerly(checkpoint):
+    arrivals = {0: decodes(1, max_tokens=12), 1: [(prompt_of(70), greedy(3))]}
+    used = assert_same_as_eager(checkpoint, arrivals, max_num_batched_tokens=16)
+    assert used[1:6] == [("mixed", 16, 2)] * 4 + [("eager", 11)]
+
+
+def test_a_long_decode_beside_a_prompt_is_within_any_bound(checkpoint):
+    arrivals = {0: [(prompt_of(90), greedy(12))], 4: [(prompt_of(9), greedy(4))]}
+    assert assert_same_as_eager(checkpoint, arrivals)[4] == ("mixed", 16, 2)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_decodes_begin_a_block_in_a_mixed_step(checkpoint, length):
+    """Of four tokens: for one of the lengths, and then again two mixed steps in a row."""
+    late = [(prompt_of(6), greedy(6)), (prompt_of(7), greedy(6))]
+    arrivals = {0: decodes(2, length=length, max_tokens=16), 2: late[:1], 3: late[1:], 6: [(prompt_of(5), greedy(3))]}
+    used = assert_same_as_eager(checkpoint, arrivals, block_size=4)
+    assert [used[step][0] for step in (2, 3, 6)] == ["mixed"] * 3
+
+
+@pytest.mark.parametrize(
+    "length, expected", [(3, ("prompt", 8)), (5, ("mixed", 16, 2)), (9, ("mixed", 16, 6)), (10, ("eager", 10))]
+)
+def test_prompt_logprobs_want_more_rows(checkpoint, length, expected):
+    """There is room for one of each sequence, of 3 prompts and 0, 2 or 6 decodes."""
+    params = greedy(3, prompt_logprobs=0)
+    eager = make_llm(checkpoint).generate([prompt_of(length)], params, use_tqdm=False)
+    llm = make_llm(checkpoint)
+    used = with_graphs(llm)
+    captured = llm.generate([prompt_of(length)], params, use_tqdm=False)
+    assert ids(captured) == ids(eager) and used[0] == expected
+
+    def logprobs(outputs):
+        return [next(iter(entry.values())).logprob for entry in outputs[0].prompt_logprobs if entry]
+
+    assert len(logprobs(captured)) == length - 1
+    assert logprobs(captured) == pytest.approx(logprobs(eager), abs=1e-4)
+
+
+def test_a_decode_step_after_mixed_ones_finds_all_its_blocks(checkpoint):
+    """Blocks that began in a mixed, an eager and a decode step, all on the device at the end."""
+    arrivals = {0: decodes(3, max_tokens=25), 5: [(prompt_of(9), greedy(15))], 9: [(prompt_of(40), greedy(12))]}
+    used = assert_same_as_eager(checkpoint, arrivals, block_size=4)
+    assert {kind for kind, *_ in used} == {"prompt", "mixed", "eager", "decode"}
+
+
+def test_one_sequence_at_a_time_needs_no_mixed_size(checkpoint):
+    arrivals = {0: decodes(2), 1: [(prompt_of(20), greedy(3))]}
+    used = assert_same_as_eager(checkpoint, arrivals, max_num_seqs=1)
+    assert {kind for kind, *_ in used} == {"prompt", "decode"}
+
+
+# --------------------------------------------------------------------------------------------------------- sizes
+def test_sizes_of_the_default_engine_by_hand(monkeypatch):
+    monkeypatch.undo()
+    sizes = mixed_sizes(2048, 256)
+    assert len(sizes) == 17 + 52
+    assert sizes[:6] == [(16, 0), (32, 0), (64, 0), (64, 8), (64, 32), (64, 63)]
+    assert [s.num_decodes for s in sizes if s.num_tokens == 128] == [0, 8, 32, 64, 127]
+    assert [s.num_decodes for s in sizes if s.num_tokens == 2048] == [0, 8, 32, 64, 128, 255]
+    assert mixed_sizes(16384, 256) == sizes
+
+
+def test_no_size_is_larger_than_a_step(monkeypatch):
+    monkeypatch.undo()
+    assert mixed_sizes(100, 4) == [(16, 0), (32, 0), (64, 0), (64, 3), (96, 0), (100, 0), (100, 3)]
+    assert mixed_sizes(2048, 1)[-1] == (2048, 0)
+    assert mixed_sizes(1, 8) == [(1, 0)]
+    assert mixed_sizes(7, 8) == [(7, 0), (7, 6)]
+
+
+def test_attention_of_whole_prompts_is_unsplit_where_that_is_faster(monkeypatch):
+    """Qwen2.5-1.5B (12 / 2 heads) on an H200: tiles of 64 rows, of 128 from 1536 tokens on."""
+    monkeypatch.undo()
+    config = select_config(90, 128, 2)
+    splits = {}
+    for num_tokens in cuda_graph.PROMPT_SIZES:
+        shape = choose_prefill(config, num_tokens * 12, cuda_graph.PROMPT_TYPICAL_SEQ_LEN, 132)
+        assert shape is (config.prefill if num_tokens >= 1536 else config.short_prefill)
+        num_programs = -(-num_tokens * 6 // shape.block_m) * 2
+        splits[num_tokens] = num_prefill_splits(num_programs, cuda_graph.PROMPT_TYPICAL_SEQ_LEN, 132)
+    assert splits.pop(192) == 3 and splits.pop(256) == 2
+    assert all(n == (4 if num_tokens <= 128 else 1) for num_tokens, n in splits.items())
 
 
 def test_requests_that_come_and_go_at_random(checkpoint):
@@ -155,7 +336,7 @@ def test_requests_that_come_and_go_at_random(checkpoint):
     llm = make_llm(checkpoint, max_num_seqs=8)
     used = with_graphs(llm)
     assert run(llm) == expected
-    assert len(used) > 20
+    assert {kind for kind, *_ in used} >= {"decode", "mixed", "eager"}
 
 
 def test_another_backend_runs_eagerly(checkpoint):
@@ -168,7 +349,7 @@ def test_another_backend_runs_eagerly(checkpoint):
     seen = []
     runner.set_backend(recording(runner.backend, lambda op, args, result: seen.append(op)))
     llm.generate([[5, 6, 7]], greedy(3), use_tqdm=False)
-    assert used == [] and "paged_attention" in seen
+    assert {kind for kind, *_ in used} == {"eager"} and "paged_attention" in seen
 
 
 def test_a_failed_step_leaves_the_captures_usable(checkpoint):

@@ -78,6 +78,7 @@ def test_a_new_request_over_a_block_border():
         "num_decode_reqs": 0,
         "max_query_len": 6,
         "max_seq_len": 6,
+        "prefill_seq_len": 6,
     }
     assert sampling.rows.tolist() == sampling.host_rows.tolist() == [0]
     assert sampling.host_positions.tolist() == [0]
@@ -110,6 +111,7 @@ def test_a_second_chunk_goes_on_where_the_first_ended():
         "num_decode_reqs": 0,
         "max_query_len": 5,
         "max_seq_len": 8,
+        "prefill_seq_len": 8,
     }
 
 
@@ -132,10 +134,11 @@ def test_a_decode_takes_the_last_sampled_id_from_the_device():
         "block_tables": [[3, 0], [6, 1]],
         "query_start_loc": [0, 1, 2],
         "seq_lens": [2, 5],
-        "logits_indices": [0, 1],
+        "logits_indices": None,
         "num_decode_reqs": 2,
         "max_query_len": 1,
         "max_seq_len": 5,
+        "prefill_seq_len": None,
     }
     record(builder, sampling, 99, 66)  # in the order of this step: b, a
     batch, _ = builder.build(step(decode("a", 5), decode("b", 2), decodes=2))
@@ -178,8 +181,40 @@ def test_a_mixed_step_has_decodes_first_and_logits_only_where_something_is_sampl
         "num_decode_reqs": 1,
         "max_query_len": 5,
         "max_seq_len": 5,
+        "prefill_seq_len": 5,
     }
     assert sampling.rows.tolist() == [0, 2]
+
+
+def test_prefills_have_a_length_bound_of_their_own_beside_long_decodes():
+    builder = make_builder()
+    _, sampling = builder.build(step(new("a", range(2, 19), [0, 1, 2, 3, 4])))
+    record(builder, sampling, 9)
+    batch, _ = builder.build(step(decode("a", 17), new("b", [21, 22, 23], [5]), decodes=1))
+    assert (batch.max_seq_len, batch.prefill_seq_len) == (18, 3)
+
+
+# ------------------------------------------------------------------------------------------------ a captured mixed step
+def test_decodes_of_a_mixed_step_bring_their_new_blocks_and_prompts_find_theirs_on_the_device():
+    builder = make_builder()
+    builder.lay_out_mixed(step(new("a", [11, 12, 13, 14], [7]), new("b", [21, 22], [4])), 0)
+    mixed = step(decode("b", 2), decode("a", 4, [3]), new("c", [31, 32, 33, 34, 35], [9, 8]), decodes=2)
+    host = builder.lay_out_mixed(mixed, 2)
+    assert host.rows.tolist() == [1, 0, 2] and host.new_block_ids.tolist() == [-1, 3]
+    assert host.slot_mapping.tolist() == [18, 12, 36, 37, 38, 39, 32]
+    assert host.host_ids.tolist() == [0, 0, 31, 32, 33, 34, 35]
+    # What the step begins on the device, 3, isn't there yet; all else is.
+    assert builder.block_table_rows[:3, :2].tolist() == [[7, 0], [4, 0], [9, 8]]
+    # A step that the host lays out knows it.
+    batch, _ = builder.build(step(decode("a", 5), decodes=1))
+    assert batch.block_tables.tolist() == [[7, 3]]
+
+
+def test_a_stale_row_of_a_mixed_steps_decode_is_brought_up_to_date_with_its_new_block():
+    builder = make_builder()
+    builder.build(step(new("a", [11, 12, 13, 14], [7])))
+    builder.lay_out_mixed(step(decode("a", 4, [3]), new("b", [21, 22], [4]), decodes=1), 1)
+    assert builder.block_table_rows[:2, :2].tolist() == [[7, 3], [4, 0]]
 
 
 def test_decodes_find_their_ids_in_their_own_rows_beside_prompts():
@@ -450,7 +485,7 @@ def test_past_the_prompt_nothing_is_said_of_prompt_logprobs():
     assert sampling.prompt_logprobs is not None
     record(builder, sampling, 5)
     batch, sampling = builder.build(step(decode("a", 2), decodes=1))
-    assert sampling.prompt_logprobs is None and batch.logits_indices.tolist() == [0]
+    assert sampling.prompt_logprobs is None and batch.logits_indices is None
     builder.drop(("a",))
     assert builder._rows_with_prompt_logprobs == set()
 

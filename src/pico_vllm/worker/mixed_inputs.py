@@ -1,0 +1,103 @@
+"""MixedInputs: what a captured pass of decodes and prompts reads, packed into one vector that the host sends.
+
+A pass of size (T, D) with room for C others has sequences [0, D) for decodes whose ids are on the device, and
+[D, D + C) for prompts and chunks of them, whose ids come from the host. Padded sequences stand last among their kind.
+None of them has a token, so tokens have no gaps: T bounds those of a step, however many of its D decodes are padding.
+
+    sequences  | decodes | padding | prompts | padding |      D | C
+    tokens     | decodes | of prompts        | padding |      T
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from pico_vllm.worker.input_builder import HostBatch
+
+_Packed = TypeVar("_Packed", np.ndarray, torch.Tensor)
+
+
+class MixedSize(NamedTuple):
+    """What a pass has room for; sizes of fewer tokens come first."""
+
+    num_tokens: int
+    num_decodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MixedInputs(Generic[_Packed]):
+    """Views of one int32 vector, on the host or on the device.
+
+    Attributes:
+        input_ids, positions, slot_mapping: [T]; those of the decodes are written on the device.
+        query_start_loc: [D + C + 1].
+        seq_lens, rows: [D + C], length and device row of each sequence.
+        new_block_ids: [D], as in ``DecodeInputs``.
+        logits_indices: [D + C], the wanted tokens first.
+    """
+
+    input_ids: _Packed
+    positions: _Packed
+    slot_mapping: _Packed
+    query_start_loc: _Packed
+    seq_lens: _Packed
+    rows: _Packed
+    new_block_ids: _Packed
+    logits_indices: _Packed
+
+    @classmethod
+    def views(cls, packed: _Packed, size: MixedSize, num_others: int) -> MixedInputs[_Packed]:
+        """The fields within a vector of ``packed_length`` numbers or more."""
+        parts, start = [], 0
+        for length in _lengths(size, num_others):
+            parts.append(packed[start : start + length])
+            start += _aligned(length)
+        return cls(*parts)
+
+
+def packed_length(size: MixedSize, num_others: int) -> int:
+    """Numbers in the vector of a size with room for C = ``num_others``."""
+    return sum(map(_aligned, _lengths(size, num_others)))
+
+
+def pack_mixed(step: HostBatch, size: MixedSize, num_others: int) -> np.ndarray:
+    """The vector of a step that fits; its first ``len(step.new_block_ids)`` sequences are the decodes.
+
+    Args:
+        step: from ``InputBuilder.lay_out_mixed``.
+        size, num_others: T, D and C.
+
+    Returns:
+        [packed_length(size, num_others)] int32.
+    """
+    packed = np.zeros(packed_length(size, num_others), dtype=np.int32)  # padded: seq_len 0
+    to = MixedInputs.views(packed, size, num_others)
+    num_tokens, num_decodes = len(step.positions), len(step.new_block_ids)
+    first = size.num_decodes  # of the others
+    end = first + len(step.seq_lens) - num_decodes
+    to.input_ids[:num_tokens], to.positions[:num_tokens] = step.host_ids, step.positions
+    to.slot_mapping[:num_tokens], to.slot_mapping[num_tokens:] = step.slot_mapping, -1
+    starts = to.query_start_loc
+    starts[:num_decodes], starts[num_decodes:first] = step.query_start_loc[:num_decodes], num_decodes
+    starts[first : end + 1], starts[end + 1 :] = step.query_start_loc[num_decodes:], num_tokens
+    for field, values in ((to.seq_lens, step.seq_lens), (to.rows, step.rows)):
+        field[:num_decodes], field[first:end] = values[:num_decodes], values[num_decodes:]
+    to.new_block_ids[:num_decodes] = step.new_block_ids
+    to.logits_indices[: len(step.logits_indices)] = step.logits_indices
+    return packed
+
+
+def _lengths(size: MixedSize, num_others: int) -> tuple[int, ...]:
+    """Of the fields."""
+    num_seqs = size.num_decodes + num_others
+    return *[size.num_tokens] * 3, num_seqs + 1, num_seqs, num_seqs, size.num_decodes, num_seqs
+
+
+def _aligned(length: int) -> int:
+    """In whole 16 bytes of int32: Triton compiles a kernel anew for pointers of another alignment."""
+    return -(-length // 4) * 4
