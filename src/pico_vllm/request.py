@@ -28,7 +28,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    #: Masks (allowed ids, bad words, grammar, min_tokens) left no token to choose from.
+    #: Masks (allowed ids, bad words, grammar, min_tokens) left no token to choose from, or the device no memory.
     ERROR = "error"
 
 

@@ -19,7 +19,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_ALIGNMENT = 8  # bytes: any dtype can be viewed there
+#: Bytes: any dtype can be viewed there, and a Triton kernel isn't compiled anew because a pointer is less aligned.
+_ALIGNMENT = 16
 _FIRST_BYTES = 1 << 16
 
 

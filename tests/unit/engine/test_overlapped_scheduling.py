@@ -139,7 +139,8 @@ def test_a_clients_functions_are_called_as_often_and_with_the_same(plain, overla
 
         params = [greedy(9, logits_processors=[remember("a")], logit_bias={1: 100}, min_tokens=4, ignore_eos=False)]
         params += [greedy(6, logits_processors=[remember("b")]), greedy(12)]
-        llm.generate(make_prompts(3), params, use_tqdm=False)
+        _, b, _ = llm.generate(make_prompts(3), params, use_tqdm=False)
+        assert seen["b"] == [b.outputs[0].token_ids[:n] for n in range(6)]
         return seen
 
     assert calls(overlapped) == calls(plain)
