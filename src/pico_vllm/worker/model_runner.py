@@ -161,8 +161,11 @@ class ModelRunner:
             self.last_forward_s = 0.0
             return ModelRunnerOutput(())
         hidden, sampling, built = self._forward(step)
-        logits = self._model.lm_head(hidden)
-        output = self._sample(logits, step, sampling, None if make_masks is None else make_masks())
+        num_sampled = len(sampling.host_rows)  # behind them are prompt positions whose log-probabilities are wanted
+        logits = self._model.lm_head(hidden[:num_sampled])
+        output = self._sample(
+            logits, hidden[num_sampled:], step, sampling, None if make_masks is None else make_masks()
+        )
         self.last_forward_s = time.perf_counter() - built
         if self.step_observer is not None:
             self.step_observer(step)
@@ -195,13 +198,22 @@ class ModelRunner:
         return self._model.hidden_rows(batch, self.kv_caches), sampling, built
 
     def _sample(
-        self, logits: torch.Tensor, step: SchedulerOutput, sampling: SamplingBatch, grammar: GrammarMasks | None
+        self,
+        logits: torch.Tensor,
+        prompt_hidden: torch.Tensor,
+        step: SchedulerOutput,
+        sampling: SamplingBatch,
+        grammar: GrammarMasks | None,
     ) -> ModelRunnerOutput:
         """Choose tokens, keep them for the next step, and hand them out in the order of the scheduled requests."""
-        if logits.shape[0] == 0:
+        if len(logits) + len(prompt_hidden) == 0:
             return ModelRunnerOutput(((),) * len(step.scheduled))
         masks = None if grammar is None else self._grammar_rows(step, grammar)
-        sampled = self._sampler(logits, sampling, self._rows.logits_processors, masks)
+
+        def prompt_logits(start: int, end: int) -> torch.Tensor:
+            return self._model.lm_head(prompt_hidden[start:end])
+
+        sampled = self._sampler(logits, sampling, self._rows.logits_processors, masks, prompt_logits)
         self._rows.record_sampled(sampling, sampled.token_ids)
         ids = iter(self._ids_on_host_sync(sampled.token_ids))
         logprobs = iter(sampled.logprobs)

@@ -1,11 +1,13 @@
 """Sampler: from logits to token ids and their log-probabilities, all rows of a step at once.
 
 Order: grammar mask, ``LogitsProcessors`` (bias and fixed masks, bad words, min_tokens, penalties, custom), then the
-choice. Log-probabilities are of the model's own logits, before any of it.
+choice. Log-probabilities are of the model's own logits, before any of it. Those of prompts are computed a few rows at a
+time: a prompt of 16384 tokens would need 10 GB for its fp32 logits alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from pico_vllm.kernels.backend import KernelBackend
     from pico_vllm.worker.input_builder import PromptLogprobsBatch, RandomSampling, SamplingBatch
     from pico_vllm.worker.logits_processors import LogitsProcessors
+
+#: Prompt positions whose logits exist at the same time; as many rows as sampling has with the default max_num_seqs.
+PROMPT_LOGPROBS_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +51,21 @@ class Sampler:
         batch: SamplingBatch,
         processors: LogitsProcessors,
         grammar: tuple[torch.Tensor, torch.Tensor] | None = None,
+        prompt_logits: Callable[[int, int], torch.Tensor] | None = None,
     ) -> SamplerOutput:
         """Choose a token a row.
 
         Args:
-            logits: [S + P, vocab_size], any float dtype: the sampled rows, then those of prompt positions.
+            logits: [S, vocab_size], any float dtype.
             batch: parameters of each row.
             processors: state of each row.
             grammar: (indices [G] of the masked rows among S, bitmask [G, ceil(vocab_size / 32)] int32).
+            prompt_logits: of the wanted prompt positions [start, end); needed where ``batch.prompt_logprobs`` is.
         """
-        num_rows = batch.rows.shape[0]
-        prompt = batch.prompt_logprobs
-        prompt_logprobs = () if prompt is None else self._prompt_logprobs(logits[num_rows:], prompt)
-        raw = logits if prompt is None else logits[:num_rows]
+        raw, prompt_logprobs = logits, ()
+        if batch.prompt_logprobs is not None:
+            assert prompt_logits is not None
+            prompt_logprobs = self._prompt_logprobs(prompt_logits, batch.prompt_logprobs)
         if grammar is None and not processors.any_active(batch.host_rows):
             token_ids = self._choose(raw, batch.random)
         else:
@@ -92,10 +99,16 @@ class Sampler:
         return tuple(() if entry is None else (entry,) for entry in entries)
 
     def _prompt_logprobs(
-        self, logits: torch.Tensor, prompt: PromptLogprobsBatch
+        self, prompt_logits: Callable[[int, int], torch.Tensor], prompt: PromptLogprobsBatch
     ) -> tuple[tuple[TokenLogprobs, ...], ...]:
         num_best = [n for n, count in zip(prompt.num_best, prompt.counts, strict=True) for _ in range(count)]
-        entries = iter(self._entries(logits, prompt.targets, num_best))
+        all_entries: list[TokenLogprobs | None] = []
+        for start in range(0, len(num_best), PROMPT_LOGPROBS_ROWS):
+            end = min(start + PROMPT_LOGPROBS_ROWS, len(num_best))
+            logits = prompt_logits(start, end)
+            all_entries += self._entries(logits, prompt.targets[start:end], num_best[start:end])
+            del logits  # before the next ones are made
+        entries = iter(all_entries)
         return tuple(tuple(e for e in (next(entries) for _ in range(count)) if e) for count in prompt.counts)
 
     def _entries(
