@@ -71,6 +71,7 @@ class CudaGraphRunner:
         max_num_seqs, max_model_len, block_size: of the engine.
         fill_decode_inputs: the op for this device.
         record: how a pass is captured; tests without a GPU pass ``rerun``.
+        trial: capture only the largest pass of each kind and then one more, to see what all will take.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class CudaGraphRunner:
         block_size: int,
         fill_decode_inputs: FillDecodeInputs,
         record: Recorder | None = None,
+        trial: bool = False,
     ) -> None:
         start = time.perf_counter()
         device = block_table_rows.device
@@ -102,13 +104,18 @@ class CudaGraphRunner:
         self._prompt_seq_len = min(PROMPT_MAX_SEQ_LEN, max_model_len)
         self._prompt_blocks = -(-self._prompt_seq_len // block_size)
         self._prompt_sent = torch.zeros(self._prompt_numbers(PROMPT_SIZES[-1]), dtype=torch.int32, device=device)
-        record = _Capturing() if record is None else record
+        record = Capturing() if record is None else record
+        decode_sizes, prompt_sizes = sizes[::-1], PROMPT_SIZES[::-1]
+        #: Of a runner that is no trial.
+        self.num_captures = len(decode_sizes) + len(prompt_sizes)
+        if trial:
+            decode_sizes, prompt_sizes = decode_sizes[:1], (prompt_sizes[0], prompt_sizes[-1])
         # The largest first: the smaller ones then fit into memory that it has left in the graphs' pool.
         self._decodes: dict[int, _Captured] = {}
-        for size in reversed(sizes):
+        for size in decode_sizes:
             self._decodes[size] = _Captured(*record(lambda size=size: self._decode_pass(size)))
         self._prompts: dict[int, _Captured] = {}
-        for size in reversed(PROMPT_SIZES):
+        for size in prompt_sizes:
             self._prompts[size] = _Captured(*record(lambda size=size: self._prompt_pass(size)))
         logger.info(
             "%d decode and %d prompt passes captured in %.2f s",
@@ -229,14 +236,19 @@ def _smallest(captured: Mapping[int, _Captured], needed: int) -> int | None:
     return min((size for size in captured if size >= needed), default=None)
 
 
-class _Capturing:
-    """A Recorder that captures CUDA graphs, all in one memory pool."""
+class Capturing:
+    """A Recorder that captures CUDA graphs, all in one memory pool.
 
-    def __init__(self) -> None:
+    Args:
+        stream: to capture on; the libraries keep a workspace of 32 MB for each stream that they have seen.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream() if stream is None else stream
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Run once, capture once."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()  # compiles what isn't compiled yet, and lets libraries allocate their workspaces
