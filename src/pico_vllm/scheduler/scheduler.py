@@ -212,18 +212,17 @@ class Scheduler:
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
             start = request.num_computed_tokens + request.num_inflight_tokens
-            if start >= request.num_prefill_tokens:
-                step.num_decodes_to_come -= 1
-                num_new_tokens = min(request.num_tokens - start, step.budget)
-            else:
-                num_new_tokens = min(request.num_tokens - start, step.prompt_room(start))
+            is_decode = start >= request.num_prefill_tokens
+            step.num_decodes_to_come -= is_decode
+            room = step.budget if is_decode else step.prompt_room(start)
+            num_new_tokens = min(request.num_tokens - start, room)
             if num_new_tokens <= 0:
                 continue  # its next token is in flight, or the prompts have had their share
             block_ids = self._allocate_or_preempt(request, start + num_new_tokens)
             if block_ids is None:
                 break
             step.add(request, start, num_new_tokens, block_ids)
-            if start < request.num_prefill_tokens:
+            if not is_decode:
                 self._count_chunk(request, step, start, num_new_tokens)
         return self.num_preemptions == num_preemptions
 
