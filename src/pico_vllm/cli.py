@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 MODEL_HELP = "Directory, .gguf file or hub id (owner/name). Default: SmolLM2-135M-Instruct, fetched once."
 REVISION_HELP = "Branch, tag or commit of a hub id."
+MAX_TOKENS_HELP = "Tokens a step at most. Default: 16384 on a GPU, 2048 on a CPU."
+TARGET_ITL_HELP = "Milliseconds a token that prompts may not delay beyond; 0 = none. Default: 5 on a GPU."
 #: What the engine calls the phases of its start, and what a person reads.
 PHASES = {"download": "Downloading SmolLM2-135M-Instruct", "convert": "Converting it once", "load": "Loading weights"}
 EXIT_ERROR = 1
@@ -152,7 +154,8 @@ def generate(
     num_gpu_blocks_override: Annotated[int | None, typer.Option(help="KV cache blocks, on any device.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output tokens at most.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Prompts running at the same time at most.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step at most.")] = 2048,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help=MAX_TOKENS_HELP)] = None,
+    target_itl_ms: Annotated[float | None, typer.Option(help=TARGET_ITL_HELP)] = None,
 ) -> None:
     """Complete prompts: one streams as it is made, several run as one batch."""
     from pico_vllm.config import EngineConfig
@@ -171,6 +174,7 @@ def generate(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        target_itl_ms=target_itl_ms,
     )
     overrides = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     chosen = {name: value for name, value in overrides.items() if value is not None}
@@ -249,7 +253,8 @@ def batch(
     dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     max_num_seqs: Annotated[int, typer.Option(help="Requests running at the same time at most.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step at most.")] = 2048,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help=MAX_TOKENS_HELP)] = None,
+    target_itl_ms: Annotated[float | None, typer.Option(help=TARGET_ITL_HELP)] = None,
 ) -> None:
     """Answer a file of requests; run it again after a crash and it goes on where it stopped."""
     from tqdm import tqdm
@@ -270,6 +275,7 @@ def batch(
                 device=device,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                target_itl_ms=target_itl_ms,
             )
             with LoadingBars() as bars:
                 engine = LLMEngine(config, progress=bars.update)

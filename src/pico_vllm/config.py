@@ -26,6 +26,11 @@ MIN_COMPUTE_CAPABILITY = (8, 0)
 MAX_SIZE = 2**31 - 1
 MAX_NUM_SEQS = 1 << 16
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+#: Tokens a step: enough to keep a GPU's matrix units busy on prompts, and what a CPU gets through in a second or two.
+DEFAULT_BATCHED_TOKENS_GPU, DEFAULT_BATCHED_TOKENS = 16384, 2048
+#: Of a GPU: 200 tokens a second for each reader while others' prompts run.
+DEFAULT_TARGET_ITL_MS = 5.0
+MAX_TARGET_ITL_MS = 1_000_000
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -293,9 +298,10 @@ class CacheConfig:
     Attributes:
         block_size: tokens a block.
         num_gpu_blocks_override: exactly so many blocks (on any device); None = from the memory budget.
-        kv_cache_memory_bytes: memory budget; None = ``gpu_memory_utilization`` of a GPU after the weights, or on a CPU
-            a quarter of the free memory, at most 4 GiB.
-        gpu_memory_utilization: share of a GPU's memory for weights, activations and KV cache together.
+        kv_cache_memory_bytes: memory budget; None = what is left of ``gpu_memory_utilization`` on a GPU, or on a CPU a
+            quarter of the free memory, at most 4 GiB.
+        gpu_memory_utilization: share of a GPU's memory for all that is on it: other processes, weights, activations,
+            CUDA graphs and KV cache together.
         enable_prefix_caching: not implemented yet; only False is accepted.
     """
 
@@ -317,6 +323,11 @@ class CacheConfig:
         if self.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching=True is not implemented yet; leave it at False")
 
+    @property
+    def is_sized_by_share(self) -> bool:
+        """Whether the number of blocks follows from what else needs the device's memory."""
+        return self.num_gpu_blocks_override is None and self.kv_cache_memory_bytes is None
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -324,26 +335,73 @@ class SchedulerConfig:
 
     Attributes:
         max_num_seqs: running requests at most.
-        max_num_batched_tokens: new tokens a step at most, prompts and decodes together.
+        max_num_batched_tokens: new tokens a step at most, prompts and decodes together; memory is kept for them. None
+            = 16384 with the Triton backend on a GPU, else 2048 (see ``token_bound``).
+        target_itl_ms: while anything decodes, a step takes no more of the prompts than keeps it within so many
+            milliseconds, but always 64 tokens. None = 5 on a GPU, or twice a lone decode where that takes longer, and
+            no target on a CPU; 0 = no target.
         max_model_len: prompt + output at most; None = the model's max_position_embeddings.
-        enable_chunked_prefill: cut prompts to the budget; False = a prompt runs whole or waits.
+        enable_chunked_prefill: cut prompts to the budget; False = a prompt runs whole or waits, so no target is kept.
         async_scheduling: prepare and launch a step while the one before it runs; None = on a GPU. The results are the
             same.
     """
 
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
+    target_itl_ms: float | None = None
     max_model_len: int | None = None
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         _check_at_least("max_num_seqs", self.max_num_seqs, 1, high=MAX_NUM_SEQS)
-        _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)
         _check_at_least("max_model_len", self.max_model_len, 2, optional=True)  # a prompt and a new token
         _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
             raise ConfigError(f"async_scheduling={self.async_scheduling!r} must be True, False or None")
+        target = self.target_itl_ms
+        if target is None:
+            return
+        if isinstance(target, bool) or not isinstance(target, int | float) or not 0 <= target <= MAX_TARGET_ITL_MS:
+            raise ConfigError(
+                f"target_itl_ms={target!r} must be a number of milliseconds from 0 to {MAX_TARGET_ITL_MS:,}: None = "
+                "chosen for the device, 0 = no target"
+            )
+        if target > 0 and not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"target_itl_ms={target!r} is kept by cutting prompts, which enable_chunked_prefill=False forbids: "
+                "leave one of them out"
+            )
+
+    def token_bound(self, max_model_len: int, *, fast_prompts: bool) -> int:
+        """New tokens a step at most: ``max_num_batched_tokens`` or its default, and no more than could ever run.
+
+        The default leaves room for a decode of every sequence, and for a whole prompt where prompts may not be cut.
+
+        Args:
+            max_model_len: positions a sequence may have.
+            fast_prompts: whether prompts run on a GPU with kernels of their own.
+        """
+        bound = self.max_num_batched_tokens
+        if bound is None:
+            default = DEFAULT_BATCHED_TOKENS_GPU if fast_prompts else DEFAULT_BATCHED_TOKENS
+            bound = max(default, self.max_num_seqs, 0 if self.enable_chunked_prefill else max_model_len)
+        return min(bound, self.max_num_seqs * max_model_len)
+
+    def wants_step_times(self, *, on_gpu: bool) -> bool:
+        """Whether there is a target inter-token latency, and so a need to know how long steps take."""
+        return self.enable_chunked_prefill and (on_gpu if self.target_itl_ms is None else self.target_itl_ms > 0)
+
+    def target_itl_s(self, lone_decode_s: float) -> float:
+        """The target in seconds, where there is one.
+
+        Args:
+            lone_decode_s: of a step with one sequence; no default target is below twice as much.
+        """
+        if self.target_itl_ms is not None:
+            return self.target_itl_ms / 1e3
+        return max(DEFAULT_TARGET_ITL_MS / 1e3, 2 * lone_decode_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,3 +91,17 @@ class ModelRunnerOutput:
     #: Of the prompt positions of this step: position p's entry is about token p + 1, so a chunk [a, b) of a prompt of n
     #: tokens gives those of a + 1 … min(b, n - 1).
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """What steps take on this device, measured once when the worker starts.
+
+    Attributes:
+        decode_s: (sequences, seconds) of steps that give each one token; ascending, at least one.
+        prompt_tokens, prompt_s: tokens and seconds of a step with one whole prompt.
+    """
+
+    decode_s: tuple[tuple[int, float], ...]
+    prompt_tokens: int
+    prompt_s: float

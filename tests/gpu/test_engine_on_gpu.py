@@ -53,3 +53,27 @@ def test_the_pool_takes_its_share_of_the_card_and_gives_it_back(checkpoint):
     gc.collect()
     torch.cuda.empty_cache()
     assert free_before - torch.cuda.mem_get_info()[0] < 64 << 20
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_memory_is_put_aside_for_all_that_was_measured(checkpoint, enforce_eager):
+    options = {"num_gpu_blocks_override": None, "gpu_memory_utilization": 0.5, "enforce_eager": enforce_eager}
+    runner = make_llm(checkpoint, device="cuda", **options).engine.core.executor.runner
+    memory = runner.memory
+    assert memory is not None and min(memory.weights, memory.activations, memory.tables, memory.kv_cache) > 0
+    assert (memory.graphs > 0) != enforce_eager
+    assert runner.max_num_batched_tokens == 16 * 256  # of 16384: as many as 16 sequences of 256 tokens can have
+
+
+@pytest.mark.parametrize("target_itl_ms", [None, 0, 1e-6, 1000])
+def test_tokens_do_not_depend_on_the_target(checkpoint, target_itl_ms):
+    prompts = [[7 + i] * (5 + 40 * i) for i in range(6)]
+    llm = make_llm(checkpoint, device="cuda", target_itl_ms=target_itl_ms, max_num_seqs=3)
+    measured = llm.engine.core.executor.measured_steps
+    assert (measured is None) == (target_itl_ms == 0)
+    ids = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(20))]
+    on_cpu = make_llm(checkpoint, max_num_seqs=3).generate(prompts, greedy(20))
+    assert ids == [output.outputs[0].token_ids for output in on_cpu]
+    if measured is not None:
+        assert [size for size, _ in measured.decode_s] == [1, 3]
+        assert all(0 < seconds < 1 for _, seconds in (*measured.decode_s, (1, measured.prompt_s)))

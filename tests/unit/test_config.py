@@ -14,6 +14,7 @@ from pico_vllm.config import (
     EngineConfig,
     ModelConfig,
     RopeConfig,
+    SchedulerConfig,
     cache_dir,
     triton_is_interpreted,
 )
@@ -478,7 +479,8 @@ BAD_OPTIONS = {
     "gpu_memory_utilization": [0, -0.1, 1.01, math.nan, math.inf, "0.9", None, True],
     "enable_prefix_caching": [True, 1, "no", None],
     "max_num_seqs": [0, -1, 1.0, None, True],
-    "max_num_batched_tokens": [0, -1, 1.0, None, True],
+    "max_num_batched_tokens": [0, -1, 1.0, True],
+    "target_itl_ms": [-1, -0.001, math.nan, math.inf, -math.inf, 1_000_001, 10**400, "5", True, [5]],
     "max_model_len": [0, -1, 1, 2.0, True, "2", 2**31],
     "enable_chunked_prefill": [1, "no", None],
     "async_scheduling": [1, 0, "no"],
@@ -509,7 +511,8 @@ GOOD_OPTIONS = {
     "kv_cache_memory_bytes": [None, 1],
     "gpu_memory_utilization": [1e-9, 1.0, 1],
     "max_num_seqs": [1],
-    "max_num_batched_tokens": [1],
+    "max_num_batched_tokens": [None, 1],
+    "target_itl_ms": [None, 0, 0.0, 1e-9, 5, 7.5, 1_000_000],
     "max_model_len": [None, 2, 2**31 - 1],
     "async_scheduling": [None, True, False],
     "dtype": ["auto", "bfloat16", "float16", "float32"],
@@ -599,3 +602,49 @@ def test_sampling_defaults_that_the_engine_lacks_are_named_and_wrong_ones_refuse
     assert config.ignored_sampling == ("typical_p=0.9",)
     with pytest.raises(ConfigError, match=r"generation_config\.json: temperature='hot'"):
         ModelConfig.from_hf_config(QWEN2_5_1_5B, {"do_sample": True, "temperature": "hot"})
+
+
+def test_a_target_that_is_kept_by_cutting_prompts_is_refused_where_they_may_not_be_cut():
+    with pytest.raises(ConfigError, match=r"target_itl_ms=5 .* enable_chunked_prefill=False .* leave one of them out"):
+        SchedulerConfig(target_itl_ms=5, enable_chunked_prefill=False)
+    assert SchedulerConfig(target_itl_ms=0, enable_chunked_prefill=False).target_itl_ms == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "max_model_len", "fast_prompts", "expected"),
+    [
+        ({}, 32768, True, 16384),
+        ({}, 32768, False, 2048),
+        ({"max_num_batched_tokens": 100}, 32768, True, 100),
+        ({"max_num_batched_tokens": 100_000}, 32768, False, 100_000),
+        ({"max_num_seqs": 4}, 1000, True, 4000),  # four sequences of 1000 tokens are all there can be
+        ({"max_num_seqs": 1}, 1000, False, 1000),
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 5000}, 1000, True, 4000),
+        ({"max_num_seqs": 3000}, 1000, False, 3000),  # a decode of each
+        ({"enable_chunked_prefill": False}, 8192, False, 8192),
+        ({"enable_chunked_prefill": False}, 32768, True, 32768),
+        ({"enable_chunked_prefill": False}, 128, True, 16384),
+    ],
+)
+def test_the_bound_of_a_step_has_a_default_for_the_device(options, max_model_len, fast_prompts, expected):
+    assert SchedulerConfig(**options).token_bound(max_model_len, fast_prompts=fast_prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "on_gpu", "on_cpu"),
+    [
+        ({}, True, False),
+        ({"target_itl_ms": 8}, True, True),
+        ({"target_itl_ms": 0}, False, False),
+        ({"enable_chunked_prefill": False}, False, False),
+    ],
+)
+def test_who_has_a_target(options, on_gpu, on_cpu):
+    config = SchedulerConfig(**options)
+    assert (config.wants_step_times(on_gpu=True), config.wants_step_times(on_gpu=False)) == (on_gpu, on_cpu)
+
+
+def test_the_default_target_grows_with_a_slow_model_and_a_chosen_one_does_not():
+    assert SchedulerConfig().target_itl_s(0.001) == 0.005
+    assert SchedulerConfig().target_itl_s(0.02) == 0.04
+    assert SchedulerConfig(target_itl_ms=5).target_itl_s(0.02) == 0.005

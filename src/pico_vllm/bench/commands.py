@@ -1,10 +1,11 @@
-"""``pico-vllm bench run | suite | compare | kernels | workload``.
+"""``pico-vllm bench run | suite | compare | kernels | start | workload``.
 
 Parses and prints; everything else is the package's. Heavy imports wait for the command that needs them.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -228,6 +229,34 @@ def kernels(
 
 
 @app.command()
+def start(
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    dtype: Annotated[str, typer.Option(help="auto = the checkpoint's; or bfloat16, float16, float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    options: Annotated[str, typer.Option(help='More of the engine\'s, as JSON: {"enforce_eager": true}.')] = "{}",
+    warm: Annotated[int, typer.Option(min=1, help="Starts with compiled kernels, after one without.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
+    tag: Annotated[str, typer.Option(help="Goes into every record.")] = "",
+) -> None:
+    """Time a start from the process to the first token, phase by phase, without and with compiled kernels."""
+    from pico_vllm.bench.session import open_model
+    from pico_vllm.bench.start import measure_starts, record_fields, start_table
+
+    chosen = _json_object("--options", options)
+    with open_model(model, name=None, dtype=dtype, device=device) as found:
+        where = {"dtype": found.dtype, "device": str(found.device)}
+        runs = list(measure_starts(str(found.directory), where | chosen, num_warm=warm))
+    print(start_table(runs))
+    if out is not None:
+        from pico_vllm.bench.records import RecordWriter
+
+        writer = RecordWriter(out, model=found.name, dtype=found.dtype, device=found.device, tag=tag)
+        for how in ("cold", "warm"):
+            writer.write(**record_fields([run for run in runs if run.how == how]))
+        writer.close()
+
+
+@app.command()
 def workload(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="JSONL file to write.")],
@@ -296,6 +325,16 @@ def _numbers(option: str, text: str | None, kind: Any) -> tuple[Any, ...] | None
     return tuple(_different(option, values))
 
 
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option}={text!r} must be a JSON object")
+    return value
+
+
 def _different(option: str, values: Sequence[Any]) -> Sequence[Any]:
     """Twice the same would be the same prompts twice: a prefix cache would have them."""
     if repeated := [value for index, value in enumerate(values) if value in values[:index]]:
@@ -335,8 +374,6 @@ def _range(option: str, text: str) -> tuple[int, int]:
 
 
 def _read_prompts(path: Path, source: Any, default_max_tokens: int) -> list[tuple[list[int], int]]:
-    import json
-
     from pico_vllm.engine.tokenizer import Tokenizer
 
     tokenizer = None

@@ -32,6 +32,7 @@ from pico_vllm.kv_cache import KVCacheManager
 from pico_vllm.outputs import EngineCoreOutput
 from pico_vllm.request import FinishReason
 from pico_vllm.scheduler.scheduler import Scheduler
+from pico_vllm.scheduler.step_time import StepTimeModel, TargetITL, attention_ratio
 from pico_vllm.worker.executor import UniProcExecutor
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Progress
     from pico_vllm.request import Request
-    from pico_vllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
+    from pico_vllm.scheduler_output import MeasuredSteps, ModelRunnerOutput, SchedulerOutput
     from pico_vllm.worker.device_time import DeviceTime
     from pico_vllm.worker.pending_step import PendingStep
 
@@ -80,9 +81,10 @@ class EngineCore:
         self.scheduler = Scheduler(
             kv_cache_manager=self.kv_cache_manager,
             max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_batched_tokens=self.executor.max_num_batched_tokens,
             max_model_len=max_model_len,
             enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+            target_itl=_target_itl(config, model_config, self.executor.measured_steps),
         )
         self.structured_output = StructuredOutputManager(
             partial(read_tokenizer_json, config, source),
@@ -315,6 +317,20 @@ class _InterruptWaits:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._was_pressed = True
+
+
+def _target_itl(config: EngineConfig, model_config: ModelConfig, measured: MeasuredSteps | None) -> TargetITL | None:
+    if measured is None:
+        return None
+    step_time = StepTimeModel.from_measured(measured, attention_ratio(model_config))
+    target = TargetITL(config.scheduler.target_itl_s(step_time.decodes(1)), step_time)
+    logger.info(
+        "target inter-token latency %.2f ms: a step of one decode takes %.2f ms and leaves a new prompt %d tokens; of "
+        "%d decodes %.2f ms and %d tokens",
+        target.seconds * 1e3, step_time.decodes(1) * 1e3, target.allowance(1).tokens(0),
+        measured.decode_s[-1][0], measured.decode_s[-1][1] * 1e3, target.allowance(measured.decode_s[-1][0]).tokens(0),
+    )  # fmt: skip
+    return target
 
 
 def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

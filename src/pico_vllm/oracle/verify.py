@@ -163,7 +163,7 @@ def verify(
         "device": str(runner.device),
         "backend": runner.backend.name,
         "block_size": engine.config.cache.block_size,
-        "max_num_batched_tokens": engine.config.scheduler.max_num_batched_tokens,
+        "max_num_batched_tokens": runner.max_num_batched_tokens,
         "prompt_lengths": [len(prompt) for prompt in prompts],
         "num_new_tokens": num_new_tokens,
     }

@@ -19,6 +19,10 @@ owner writes and reads it after the last write of the old one.
 Order. All running requests came before all waiting ones, and both queues are in order of arrival: requests are admitted
 from the front of the waiting queue, and a preempted request (always the newest running one) returns to that front.
 
+Pace. Decodes come first: every running request that has its prompt behind it gets its token. What a step takes of the
+prompts is bounded by ``max_num_batched_tokens``, and while anything decodes also by the target inter-token latency
+(``step_time``): by seconds, which the prompts share in order of arrival.
+
 Rows. The worker has a row for exactly the running requests. A request that leaves them is named once in the next
 SchedulerOutput's ``dropped_request_ids``, before anyone takes its place, so there are never more than ``max_num_seqs``
 rows. An engine that has become idle leaves the last rows (that many at most) where they are until its next step.
@@ -39,6 +43,7 @@ from pico_vllm.scheduler_output import NewRequestData, ScheduledRequest, Schedul
 if TYPE_CHECKING:
     from pico_vllm.kv_cache import KVCacheManager
     from pico_vllm.outputs import TokenLogprobs
+    from pico_vllm.scheduler.step_time import PromptAllowance, TargetITL
     from pico_vllm.scheduler_output import ModelRunnerOutput
 
 
@@ -51,6 +56,7 @@ class Scheduler:
         max_num_batched_tokens: new tokens a step at most, prompts and decodes together.
         max_model_len: prompt + output tokens of a request at most.
         enable_chunked_prefill: cut a prompt to what the budget leaves; False = it waits until it fits whole.
+        target_itl: how long a step with decodes may take; None = as long as it needs.
 
     Raises:
         ConfigError: a limit is below 1, or no step could hold the longest prompt and prompts may not be cut.
@@ -64,6 +70,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         enable_chunked_prefill: bool = True,
+        target_itl: TargetITL | None = None,
     ) -> None:
         if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
             raise ConfigError(
@@ -81,8 +88,10 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._enable_chunked_prefill = enable_chunked_prefill
+        self._target_itl = target_itl if enable_chunked_prefill else None  # kept by cutting prompts
         self._waiting: OrderedDict[str, Request] = OrderedDict()  # in order of arrival, removal in O(1)
         self._running: dict[str, Request] = {}  # in order of admission, which is the order of arrival
+        self._decoding: set[str] = set()  # the running requests whose known tokens have all been scheduled
         self._dropped_request_ids: list[str] = []
         #: Steps handed out and not back yet, oldest first, with the requests of ``scheduled`` in the same order. By
         #: identity: an id may be used again while the output of its former owner is on its way. And with the number of
@@ -146,7 +155,7 @@ class Scheduler:
         The worker must see each result that schedules or drops anything. Nothing is scheduled only if nothing is
         unfinished, or if everything waits for the output of a step in flight.
         """
-        step = _Step(self._max_num_batched_tokens)
+        step = _Step(self._max_num_batched_tokens, len(self._decoding), self._target_itl)
         if self._schedule_running(step):
             self._schedule_waiting(step)
         output = SchedulerOutput(
@@ -217,12 +226,18 @@ class Scheduler:
             if request.num_inflight_samples and (request.last_token_is_inflight or request.needs_host_token):
                 continue
             start = request.num_computed_tokens + request.num_inflight_tokens
-            num_new_tokens = min(request.num_tokens_with_inflight - start, step.budget)
-            assert num_new_tokens > 0, f"{request} has nothing to compute"
+            is_decode = start >= request.num_prefill_tokens
+            step.num_decodes_to_come -= is_decode
+            room = step.budget if is_decode else step.prompt_room(start)
+            num_new_tokens = min(request.num_tokens_with_inflight - start, room)
+            if num_new_tokens <= 0:
+                continue  # the prompts have had their share
             block_ids = self._allocate_or_preempt(request, start + num_new_tokens)
             if block_ids is None:
                 break
             step.add(request, start, num_new_tokens, block_ids)
+            if not is_decode:
+                self._count_chunk(request, step, start, num_new_tokens)
         return self.num_preemptions == num_preemptions
 
     def _allocate_or_preempt(self, request: Request, num_tokens_total: int) -> tuple[int, ...] | None:
@@ -255,10 +270,11 @@ class Scheduler:
         num_computed_tokens = self._kv_cache_manager.get_num_computed_tokens(request)
         num_tokens = request.num_tokens
         num_new_tokens = num_tokens - num_computed_tokens
-        if num_new_tokens > step.budget:
-            if not self._enable_chunked_prefill:
+        room = step.prompt_room(num_computed_tokens)
+        if num_new_tokens > room:
+            if room <= 0 or not self._enable_chunked_prefill:
                 return False
-            num_new_tokens = step.budget
+            num_new_tokens = room
         headroom = len(self._running) + 1 if self._running else 0
         if self._kv_cache_manager.allocate_slots(request.request_id, num_tokens, headroom=headroom) is None:
             assert self._running, f"{request} doesn't fit an empty cache"
@@ -279,7 +295,16 @@ class Scheduler:
             known_token_ids=request.token_ids(0, num_tokens) if request.samples_from_history else (),
         )
         step.add(request, num_computed_tokens, num_new_tokens, block_ids, row)
+        self._count_chunk(request, step, num_computed_tokens, num_new_tokens)
         return True
+
+    def _count_chunk(self, request: Request, step: _Step, start: int, num_new_tokens: int) -> None:
+        """After a chunk: the request decodes from now on, or it was cut, and then no prompt behind it overtakes."""
+        if start + num_new_tokens >= request.num_prefill_tokens:
+            self._decoding.add(request.request_id)
+            step.count_prompt(start, num_new_tokens)
+        else:
+            step.prompts_are_over = True
 
     def _append_token(self, request: Request, token_ids: tuple[int, ...]) -> EngineCoreOutput:
         """Append the sampled token and end the request if that was its last; STOP wins over LENGTH."""
@@ -331,21 +356,59 @@ class Scheduler:
         """Take blocks and row from a request that has just left the running ones."""
         request.status = status
         request.num_inflight_tokens = request.num_inflight_samples = 0
+        self._decoding.discard(request.request_id)
         self._kv_cache_manager.free(request.request_id)
         self._dropped_request_ids.append(request.request_id)
 
 
 class _Step:
-    """One step while it is planned: what is left of the budget, and the shares, those of one token apart."""
+    """One step while it is planned: what is left of the budget, and the shares, those of one token apart.
 
-    __slots__ = ("budget", "chunk_requests", "chunks", "decode_requests", "decodes")
+    Args:
+        budget: tokens.
+        num_decodes: running requests that have their prompts behind them.
+        target_itl: bounds what prompts get beside them.
+    """
 
-    def __init__(self, budget: int) -> None:
+    __slots__ = (
+        "_allowance",
+        "_num_decodes",
+        "_target_itl",
+        "budget",
+        "chunk_requests",
+        "chunks",
+        "decode_requests",
+        "decodes",
+        "num_decodes_to_come",
+        "prompts_are_over",
+    )
+
+    def __init__(self, budget: int, num_decodes: int, target_itl: TargetITL | None) -> None:
         self.budget = budget
+        self._num_decodes = self.num_decodes_to_come = num_decodes
+        self._target_itl = target_itl if num_decodes > 0 else None
+        self._allowance: PromptAllowance | None = None  # made when a prompt asks: most steps have none
+        self.prompts_are_over = False
         self.decodes: list[ScheduledRequest] = []
         self.decode_requests: list[Request] = []
         self.chunks: list[ScheduledRequest] = []
         self.chunk_requests: list[Request] = []
+
+    def prompt_room(self, start: int) -> int:
+        """Tokens that a prompt may have from position ``start`` on; decodes to come keep theirs."""
+        if self.prompts_are_over:
+            return 0
+        room = self.budget - self.num_decodes_to_come
+        if self._target_itl is None or room <= 0:
+            return room
+        if self._allowance is None:
+            self._allowance = self._target_itl.allowance(self._num_decodes)
+        return min(room, self._allowance.tokens(start))
+
+    def count_prompt(self, start: int, num_new_tokens: int) -> None:
+        """Take a prompt's share from what the other prompts may have."""
+        if self._allowance is not None:
+            self._allowance.take(num_new_tokens, start)
 
     def add(
         self,

@@ -100,6 +100,7 @@ class CudaGraphRunner:
         fill_decode_inputs: the op for this device.
         record: how a pass is captured; tests without a GPU pass ``rerun``.
         ring: what inputs are sent from.
+        trial: capture only the largest pass of each kind and then one more, to see what all will take.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class CudaGraphRunner:
         fill_decode_inputs: FillDecodeInputs,
         ring: HostRing,
         record: Recorder | None = None,
+        trial: bool = False,
     ) -> None:
         start = time.perf_counter()
         device = block_table_rows.device
@@ -134,7 +136,7 @@ class CudaGraphRunner:
         self._mixed_sent = torch.zeros(longest, dtype=torch.int32, device=device)
         max_seqs = max(sizes[-1], max(size.num_decodes for size in self._mixed_sizes) + self._num_others)
         self._block_tables = torch.zeros(max_seqs, block_table_rows.shape[1], dtype=torch.int32, device=device)
-        record = _Capturing() if record is None else record
+        record = Capturing() if record is None else record
         shallow, shallow_caches = model.outermost_layers(kv_caches)
 
         def capture(make_batch: Callable[[], ForwardBatch]) -> _Captured:
@@ -146,8 +148,13 @@ class CudaGraphRunner:
             )
 
         # The largest first: the smaller ones then fit into memory that it has left in the graphs' pool.
-        self._mixed = {size: capture(lambda size=size: self._mixed_batch(size)) for size in self._mixed_sizes[::-1]}
-        self._decodes = {size: capture(lambda size=size: self._decode_batch(size)) for size in sizes[::-1]}
+        to_mix, to_decode = self._mixed_sizes[::-1], sizes[::-1]
+        #: Of a runner that is no trial.
+        self.num_captures = len(to_mix) + len(to_decode)
+        if trial:
+            to_mix, to_decode = [to_mix[0], to_mix[-1]], to_decode[:1]
+        self._decodes = {size: capture(lambda size=size: self._decode_batch(size)) for size in to_decode}
+        self._mixed = {size: capture(lambda size=size: self._mixed_batch(size)) for size in to_mix}
         logger.info(
             "%d decode and %d prompt and mixed passes captured in %.2f s",
             len(self._decodes), len(self._mixed), time.perf_counter() - start,
@@ -262,16 +269,21 @@ class CudaGraphRunner:
         )
 
 
-class _Capturing:
-    """A Recorder that captures CUDA graphs, all in one memory pool."""
+class Capturing:
+    """A Recorder that captures CUDA graphs, all in one memory pool.
 
-    def __init__(self) -> None:
+    Args:
+        stream: to capture on; the libraries keep a workspace of 32 MB for each stream that they have seen.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream() if stream is None else stream
 
     def __call__(
         self, run: Callable[[], torch.Tensor], run_shallow: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Run a short pass that launches every kernel, then capture the pass."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # A kernel can't be compiled or loaded while a stream is captured, nor a library allocate its workspace. Any

@@ -32,6 +32,10 @@ class UniProcExecutor:
         self.runner = ModelRunner(config, model_config, source, max_model_len=max_model_len, progress=progress)
         #: Learned from the memory that was left; the engine passes it on to the KV cache manager.
         self.num_blocks = self.runner.num_blocks
+        #: Of a step at most: what the device has memory for.
+        self.max_num_batched_tokens = self.runner.max_num_batched_tokens
+        #: What steps take on this device; None where there is no target to keep.
+        self.measured_steps = self.runner.measured_steps
 
     @property
     def device_time(self) -> DeviceTime:

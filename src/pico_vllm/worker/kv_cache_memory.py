@@ -10,11 +10,10 @@ from pico_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from pico_vllm.config import CacheConfig, ModelConfig
+    from pico_vllm.worker.memory_budget import MemoryBudget
 
 _CPU_DEFAULT_LIMIT_BYTES = 4 << 30
 _CPU_SHARE_OF_FREE = 0.25
-#: Left free on a GPU for activations and library workspaces.
-_GPU_RESERVE_BYTES = 2 << 30
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -24,11 +23,12 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
 
 
 def resolve_num_blocks(
-    cache: CacheConfig, model: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_useful_blocks: int
+    cache: CacheConfig, model: ModelConfig, *, dtype: torch.dtype, max_useful_blocks: int, memory: MemoryBudget | None
 ) -> int:
     """Number of blocks from the override, or from the memory budget.
 
     Args:
+        memory: what has been measured to be left of a GPU; None on a CPU, or where ``cache`` names a number.
         max_useful_blocks: what all sequences at full length would need; more is never allocated.
 
     Raises:
@@ -39,7 +39,7 @@ def resolve_num_blocks(
     one_block = block_bytes(model, cache.block_size, dtype)
     budget = cache.kv_cache_memory_bytes
     if budget is None:
-        budget = _gpu_budget(cache, device) if device.type == "cuda" else _cpu_budget()
+        budget = _cpu_budget() if memory is None else memory.kv_cache
     if budget < one_block:
         raise ConfigError(
             f"the KV cache budget of {budget:,} bytes holds no block ({one_block:,} bytes a block of "
@@ -65,12 +65,6 @@ def allocate_kv_caches(
             f"cannot allocate {wanted:,} bytes for {num_blocks} KV blocks on {device}: "
             f"{str(error).splitlines()[0]}; lower num_gpu_blocks_override or kv_cache_memory_bytes"
         ) from None
-
-
-def _gpu_budget(cache: CacheConfig, device: torch.device) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    used = total - free
-    return max(int(total * cache.gpu_memory_utilization) - used - _GPU_RESERVE_BYTES, 0)
 
 
 def _cpu_budget() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -23,24 +24,28 @@ from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import ParameterPlace, dummy_parameters, load_parameters
 from pico_vllm.scheduler_output import ModelRunnerOutput
-from pico_vllm.worker.cuda_graph import CudaGraphRunner
+from pico_vllm.worker.cuda_graph import Capturing, CudaGraphRunner
 from pico_vllm.worker.device_time import DeviceTime
 from pico_vllm.worker.host_ring import HostRing
 from pico_vllm.worker.input_builder import InputBuilder
 from pico_vllm.worker.kv_cache_memory import allocate_kv_caches, resolve_num_blocks
 from pico_vllm.worker.logprobs import LogprobsTensors
+from pico_vllm.worker.memory_budget import CudaMemoryMeter
 from pico_vllm.worker.pending_step import PendingStep
 from pico_vllm.worker.sampler import Sampler
+from pico_vllm.worker.start_probe import TRIAL_BLOCKS, StartProbe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pico_vllm.config import EngineConfig, ModelConfig
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Parameters, Progress
-    from pico_vllm.scheduler_output import GrammarMasks, SchedulerOutput
+    from pico_vllm.scheduler_output import GrammarMasks, MeasuredSteps, SchedulerOutput
+    from pico_vllm.worker.cuda_graph import Recorder
     from pico_vllm.worker.host_ring import Slot
     from pico_vllm.worker.input_builder import SamplingBatch
+    from pico_vllm.worker.memory_budget import MemoryBudget, MemoryMeter
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +80,8 @@ class ModelRunner:
         progress: Progress | None = None,
     ) -> None:
         start = time.perf_counter()
+        #: Seconds of the phases of the start: weights, memory, captures, times.
+        self.start_s: dict[str, float] = {}
         self.model_config = model_config
         self.device = resolve_device(config.device)
         if self.device.type == "cuda":  # Triton launches on the current device
@@ -82,27 +89,54 @@ class ModelRunner:
         self.dtype = _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
         self._max_model_len = max_model_len
         backend = resolve_backend(config.backend, self.device)
-        self.parameters = self._load_parameters(config, source, backend, progress)
-        self.set_backend(backend)
+        on_gpu = self.device.type == "cuda"
+        #: New tokens of a step at most; what memory is kept for.
+        self.max_num_batched_tokens = config.scheduler.token_bound(
+            max_model_len, fast_prompts=on_gpu and backend.name == "triton"
+        )
+        with self._timed("weights"):
+            self.parameters = self._load_parameters(config, source, backend, progress)
+            self.set_backend(backend)
 
         block_size = config.cache.block_size
         max_blocks_per_seq = -(-max_model_len // block_size)
+        rows = (config.scheduler.max_num_seqs, max_blocks_per_seq, block_size, model_config.vocab_size, self.device)
+        self._ring = HostRing(self.device, config.scheduler.max_num_seqs)
+        self._new_rows = partial(InputBuilder, *rows, self._ring)
+        self._rows = self._new_rows()
+        self._capture_stream = torch.cuda.Stream(self.device) if on_gpu else None
+        probe = StartProbe(
+            self._model,
+            backend,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            device=self.device,
+        )
+        #: What a GPU's memory is for; None on a CPU, and where the size of the KV cache was given.
+        self.memory: MemoryBudget | None = None
+        with self._timed("memory"):
+            if on_gpu and config.cache.is_sized_by_share:
+                self.memory = self._plan_memory(config, probe, CudaMemoryMeter(self.device))
         self.num_blocks = resolve_num_blocks(
             config.cache,
             model_config,
             dtype=self.dtype,
-            device=self.device,
             max_useful_blocks=config.scheduler.max_num_seqs * max_blocks_per_seq,
+            memory=self.memory,
         )
-        self.kv_caches = allocate_kv_caches(
-            model_config, num_blocks=self.num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
-        )
-        self._ring = HostRing(self.device, config.scheduler.max_num_seqs)
-        rows = (config.scheduler.max_num_seqs, max_blocks_per_seq, block_size, model_config.vocab_size, self.device)
-        self._new_rows = partial(InputBuilder, *rows, self._ring)
-        self._rows = self._new_rows()
-        self._graphs = self._capture(config) if self.device.type == "cuda" and not config.enforce_eager else None
+        self.kv_caches = self._new_caches(self.num_blocks, block_size)
+        self._graphs: CudaGraphRunner | None = None
+        with self._timed("captures"):
+            if self._captures(config):
+                self._graphs = self._capture(config, self.kv_caches, Capturing(self._capture_stream))
         self._captured_backend = backend
+        #: What steps take; None where there is no target to keep.
+        self.measured_steps: MeasuredSteps | None = None
+        with self._timed("times"):
+            if config.scheduler.wants_step_times(on_gpu=on_gpu):
+                self.measured_steps = self._measure_steps(probe)
         self.device_time = DeviceTime()
         #: Called when a step has been sampled, with its plan: who records ops learns whose rows they have computed.
         self.step_observer: Callable[[SchedulerOutput], None] | None = None
@@ -147,25 +181,70 @@ class ModelRunner:
         fresh.adopt_device_rows(self._rows)
         self._rows = fresh
 
+    def _captures(self, config: EngineConfig) -> bool:
+        """Whether passes are captured: with Triton's backend alone, since others look at lengths on the host."""
+        return self.device.type == "cuda" and self.backend.name == "triton" and not config.enforce_eager
+
     @torch.inference_mode()
-    def _capture(self, config: EngineConfig) -> CudaGraphRunner | None:
-        """CUDA graphs of the forward pass, where the backend is Triton's: others look at lengths on the host."""
-        if self.backend.name != "triton":
-            return None
+    def _capture(
+        self,
+        config: EngineConfig,
+        kv_caches: list[torch.Tensor],
+        record: Recorder,
+        *,
+        trial: bool = False,
+    ) -> CudaGraphRunner:
+        """CUDA graphs of the forward pass on these caches."""
         from pico_vllm.kernels.decode_inputs_triton import fill_decode_inputs_triton
 
         return CudaGraphRunner(
             self._model,
-            self.kv_caches,
+            kv_caches,
             block_table_rows=self._rows.block_table_rows,
             last_token_ids=self._rows.last_token_ids,
             max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self._max_model_len,
             block_size=config.cache.block_size,
             fill_decode_inputs=fill_decode_inputs_triton,
             ring=self._ring,
+            record=record,
+            trial=trial,
         )
+
+    @torch.inference_mode()
+    def _plan_memory(self, config: EngineConfig, probe: StartProbe, meter: MemoryMeter) -> MemoryBudget:
+        """Measure what is needed beside the KV cache, on a KV cache of a few blocks."""
+        weights = torch.cuda.memory_allocated(self.device)
+        trial_caches = self._new_caches(TRIAL_BLOCKS, config.cache.block_size)
+        budget = probe.memory_budget(
+            meter,
+            trial_caches,
+            self._rows,
+            utilization=config.cache.gpu_memory_utilization,
+            weights=weights,
+            trial_captures=(
+                partial(self._capture, config, trial_caches, trial=True) if self._captures(config) else None
+            ),
+            recorder=partial(Capturing, self._capture_stream),
+        )
+        logger.info("memory of %s: %s", self.device, budget)
+        return budget
+
+    @torch.inference_mode()
+    def _measure_steps(self, probe: StartProbe) -> MeasuredSteps:
+        return probe.step_times(self.kv_caches, self._rows, self._graphs)
+
+    def _new_caches(self, num_blocks: int, block_size: int) -> list[torch.Tensor]:
+        return allocate_kv_caches(
+            self.model_config, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
+        )
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.start_s[phase] = time.perf_counter() - start
 
     def execute(
         self, step: SchedulerOutput, make_masks: Callable[[], GrammarMasks | None] | None = None
@@ -214,10 +293,11 @@ class ModelRunner:
     def _start(self, step: SchedulerOutput) -> PendingStep:
         slot = self._ring.begin_step()
         hidden, sampling = self._forward(step)
-        logits = self._model.lm_head(hidden)
+        num_sampled = len(sampling.host_rows)  # behind them are prompt positions whose log-probabilities are wanted
+        logits = self._model.lm_head(hidden[:num_sampled])
         if not self.computes_beside_the_host:
             self.device_time.end()
-        return PendingStep(step, slot, logits, sampling)
+        return PendingStep(step, slot, logits, hidden[num_sampled:], sampling)
 
     def _forward(self, step: SchedulerOutput) -> tuple[torch.Tensor, SamplingBatch]:
         """Launch the step's forward pass, captured if a capture holds it.
@@ -254,18 +334,22 @@ class ModelRunner:
     def _sample(self, pending: PendingStep, grammar: GrammarMasks | None) -> None:
         if not self.computes_beside_the_host:
             self.device_time.begin()
-        slot, logits, sampling = pending.slot, pending.logits, pending.sampling
-        assert slot is not None and logits is not None and sampling is not None
-        if logits.shape[0] > 0:
+        slot, logits, hidden, sampling = pending.slot, pending.logits, pending.prompt_hidden, pending.sampling
+        assert slot is not None and logits is not None and hidden is not None and sampling is not None
+
+        def prompt_logits(start: int, end: int) -> torch.Tensor:
+            return self._model.lm_head(hidden[start:end])
+
+        if len(logits) + len(hidden) > 0:
             masks = None if grammar is None else self._grammar_rows(pending.step, grammar)
-            sampled = self._sampler(logits, sampling, self._rows.logits_processors, masks)
+            sampled = self._sampler(logits, sampling, self._rows.logits_processors, masks, prompt_logits)
             self._rows.record_sampled(sampling, sampled.input_ids)
             pending.token_ids = slot.fetch_ids(sampled.token_ids)
             pending.logprobs = self._fetch(slot, sampled.logprobs)
             pending.prompt_logprobs = self._fetch(slot, sampled.prompt_logprobs)
             pending.prompt_counts = () if sampling.prompt_logprobs is None else sampling.prompt_logprobs.counts
             pending.custom_outputs = self._rows.logits_processors.custom_outputs(sampling.host_rows)
-        pending.logits = pending.sampling = None  # their memory is the next step's
+        pending.logits = pending.prompt_hidden = pending.sampling = None  # their memory is the next step's
         slot.close()
         if not self.computes_beside_the_host:
             self.device_time.end()

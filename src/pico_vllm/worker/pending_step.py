@@ -26,7 +26,8 @@ class PendingStep:
     Attributes:
         step: its plan.
         slot: its host memory; None for a step that runs nothing.
-        logits: [L, vocab_size], from its launch until it has been sampled.
+        logits: [S, vocab_size] of the sampled rows, from its launch until it has been sampled.
+        prompt_hidden: [P, hidden_size] of the prompt positions whose log-probabilities are wanted, for as long.
         sampling: how to sample, for as long.
         token_ids: [S] int64 on the host, from ``sample`` on, valid once the slot has been waited for.
         logprobs, prompt_logprobs: likewise; None where nobody asked.
@@ -36,6 +37,7 @@ class PendingStep:
     step: SchedulerOutput
     slot: Slot | None = None
     logits: torch.Tensor | None = None
+    prompt_hidden: torch.Tensor | None = None
     sampling: SamplingBatch | None = None
     token_ids: torch.Tensor | None = None
     logprobs: LogprobsTensors | None = None

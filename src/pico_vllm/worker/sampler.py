@@ -1,11 +1,13 @@
 """Sampler: from logits to token ids and their log-probabilities, all rows of a step at once.
 
 Order: grammar mask, ``LogitsProcessors`` (bias and fixed masks, bad words, min_tokens, penalties, custom), then the
-choice. Log-probabilities are of the model's own logits, before any of it.
+choice. Log-probabilities are of the model's own logits, before any of it. Those of prompts are computed a few rows at a
+time: a prompt of 16384 tokens would need 10 GB for its fp32 logits alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from pico_vllm.kernels.backend import KernelBackend
     from pico_vllm.worker.input_builder import PromptLogprobsBatch, RandomSampling, SamplingBatch
     from pico_vllm.worker.logits_processors import LogitsProcessors
+
+#: Prompt positions whose logits exist at the same time; as many rows as sampling has with the default max_num_seqs.
+PROMPT_LOGPROBS_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +56,21 @@ class Sampler:
         batch: SamplingBatch,
         processors: LogitsProcessors,
         grammar: tuple[torch.Tensor, torch.Tensor] | None = None,
+        prompt_logits: Callable[[int, int], torch.Tensor] | None = None,
     ) -> SamplerOutput:
         """Choose a token a row.
 
         Args:
-            logits: [S + P, vocab_size], any float dtype: the sampled rows, then those of prompt positions.
+            logits: [S, vocab_size], any float dtype.
             batch: parameters of each row.
             processors: state of each row.
             grammar: (indices [G] of the masked rows among S, bitmask [G, ceil(vocab_size / 32)] int32).
+            prompt_logits: of the wanted prompt positions [start, end); needed where ``batch.prompt_logprobs`` is.
         """
-        num_rows = batch.rows.shape[0]
-        prompt = batch.prompt_logprobs
-        prompt_logprobs = None if prompt is None else self._prompt_logprobs(logits[num_rows:], prompt)
-        raw = logits if prompt is None else logits[:num_rows]
+        raw, prompt_logprobs = logits, None
+        if batch.prompt_logprobs is not None:
+            assert prompt_logits is not None
+            prompt_logprobs = self._prompt_logprobs(prompt_logits, batch.prompt_logprobs)
         if grammar is None and not processors.any_active(batch.host_rows):
             token_ids = input_ids = self._choose(raw, batch.random)
         else:
@@ -91,11 +98,23 @@ class Sampler:
         self._backend.apply_bitmask(masked, bitmask)
         logits[indices] = masked
 
-    def _prompt_logprobs(self, logits: torch.Tensor, prompt: PromptLogprobsBatch) -> LogprobsTensors:
+    def _prompt_logprobs(
+        self, prompt_logits: Callable[[int, int], torch.Tensor], prompt: PromptLogprobsBatch
+    ) -> LogprobsTensors:
         num_best = [n for n, count in zip(prompt.num_best, prompt.counts, strict=True) for _ in range(count)]
-        return self._logprobs(logits, prompt.targets, num_best)
+        width = max(num_best)
+        parts = []
+        for start in range(0, len(num_best), PROMPT_LOGPROBS_ROWS):
+            end = min(start + PROMPT_LOGPROBS_ROWS, len(num_best))
+            logits = prompt_logits(start, end)
+            parts.append(self._logprobs_of(logits, prompt.targets[start:end], width))
+            del logits  # before the next ones are made
+        return LogprobsTensors(tuple(num_best), tuple(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_best: Sequence[int]) -> LogprobsTensors:
-        width = max(0, min(max(num_best), logits.shape[1]))
-        of_chosen = self._backend.logprobs(logits, token_ids, width)
-        return LogprobsTensors(tuple(num_best), (token_ids, *of_chosen))
+        return LogprobsTensors(tuple(num_best), self._logprobs_of(logits, token_ids, max(num_best)))
+
+    def _logprobs_of(self, logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+        """Columns of ``LogprobsTensors``, with so many best tokens a row, or all there are."""
+        width = max(0, min(width, logits.shape[1]))
+        return token_ids, *self._backend.logprobs(logits, token_ids, width)

@@ -248,6 +248,7 @@ OPTIONS = {
     "enable_prefix_caching": False,
     "max_num_seqs": 3,
     "max_num_batched_tokens": 77,
+    "target_itl_ms": 0.0,
     "max_model_len": 50,
     "enable_chunked_prefill": False,
     "async_scheduling": True,

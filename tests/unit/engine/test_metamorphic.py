@@ -9,7 +9,7 @@ equal then.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -42,6 +42,7 @@ class Setting:
     options: dict[str, Any] = field(default_factory=dict)
     order: str = "together"  # together, reversed, staggered
     preempts: bool = False
+    min_chunk_tokens: int | None = None  # with a target: what prompts get beside decodes, whatever it says
 
 
 SETTINGS = {
@@ -52,6 +53,11 @@ SETTINGS = {
     "chunks-of-7": Setting({"max_num_batched_tokens": 7}),
     "chunks-of-16": Setting({"max_num_batched_tokens": 16}),
     "whole-prompts": Setting({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}),
+    "tight-target": Setting({"target_itl_ms": 1e-6}, order="staggered", min_chunk_tokens=3),
+    "loose-target": Setting({"target_itl_ms": 1_000_000}, order="staggered"),
+    "tight-target-tiny-pool": Setting(
+        {"target_itl_ms": 1e-6, "num_gpu_blocks_override": 7}, order="staggered", preempts=True, min_chunk_tokens=5
+    ),
     "two-at-a-time": Setting({"max_num_seqs": 2}),
     "block-size-1": Setting({"block_size": 1, "num_gpu_blocks_override": 1024}),
     "block-size-32": Setting({"block_size": 32}),
@@ -112,6 +118,9 @@ def baseline(checkpoint):
 def run_setting(checkpoint, name, dtype):
     setting = SETTINGS[name]
     llm = make_llm(checkpoint, dtype=dtype, **setting.options)
+    if setting.min_chunk_tokens is not None:
+        scheduler = llm.engine.core.scheduler
+        scheduler._target_itl = replace(scheduler._target_itl, min_chunk_tokens=setting.min_chunk_tokens)
     runs = run_with_logits(llm, PROMPTS, PARAMS, order=setting.order)
     assert (llm.engine.core.scheduler.num_preemptions > 0) == setting.preempts
     return runs

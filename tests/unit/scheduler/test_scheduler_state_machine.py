@@ -23,12 +23,14 @@ from pico_vllm.outputs import TokenLogprobs
 from pico_vllm.request import FinishReason, Request, RequestStatus
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.scheduler import Scheduler
+from pico_vllm.scheduler.step_time import StepTimeModel, TargetITL
 from pico_vllm.scheduler_output import ModelRunnerOutput
 
 VOCAB_SIZE = 50
 EXTRAS = [{}, {"prompt_logprobs": 0}, {"presence_penalty": 1.0}, {"logits_processors": [lambda ids, logits: logits]}]
 EOS = 0
 STOP = 1
+ONE_S_A_TOKEN = StepTimeModel(((1, 1.0), (2, 2.0)), seconds_per_token=1.0, attention_ratio=0.0)  # also of a decode
 
 
 def next_token(token_ids, seed):
@@ -144,8 +146,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 2, 3, 5, 16]),
         max_model_len=st.sampled_from([2, 9, 20, 33, 34]),
         chunked=st.booleans(),
+        target_s=st.sampled_from([None, 0, 2, 4, 100]),
+        min_chunk=st.integers(1, 3),
     )
-    def build(self, num_blocks, block_size, max_num_seqs, budget, max_model_len, chunked):
+    def build(self, num_blocks, block_size, max_num_seqs, budget, max_model_len, chunked, target_s, min_chunk):
         self.budget = budget if chunked else max(budget, max_model_len)
         self.chunked, self.max_num_seqs, self.max_model_len = chunked, max_num_seqs, max_model_len
         self.block_size = block_size
@@ -156,7 +160,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=self.budget,
             max_model_len=max_model_len,
             enable_chunked_prefill=chunked,
+            target_itl=None if target_s is None else TargetITL(target_s, ONE_S_A_TOKEN, min_chunk),
         )
+        self.target_s, self.min_chunk = target_s if chunked else None, min_chunk
         self.worker = FakeWorker(num_blocks, block_size, max_num_seqs)
         self.live = {}  # request id → request, in order of arrival
         self.arrival = {}  # request → number
@@ -277,6 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.num_computed_tokens + row.num_new_tokens < request.num_prompt_tokens + request.max_tokens
             if request.params.logits_processors:
                 assert request.num_inflight_samples == row.samples, "its last token is not known yet"
+        self._check_pace(output)
         assert scheduled or self.inflight or not self.live, "a step that may run something does"
         for part in (scheduled[: output.num_decode_reqs], scheduled[output.num_decode_reqs :]):
             numbers = [self.arrival[self.live[row.request_id]] for row in part]
@@ -290,6 +297,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         first_time = sorted(self.arrival[request] for request in admitted if request.num_preemptions == 0)
         self.first_admissions += first_time
         assert self.first_admissions == sorted(self.first_admissions)
+
+    def _check_pace(self, output):
+        """Decodes are never left out while there is budget, and beside them prompts keep to the target."""
+        num_decodes = sum(not row.new_token_ids for row in output.scheduled)
+        if not self.inflight:
+            rows = [row for name, row in self.worker.rows.items() if name not in output.dropped_request_ids]
+            assert num_decodes == min(sum(row.last_sampled is not None for row in rows), self.budget)
+        if num_decodes and self.target_s is not None:
+            num_prompt_tokens = output.num_tokens - num_decodes
+            assert num_prompt_tokens <= max(self.min_chunk, self.target_s - num_decodes)
 
     @invariant()
     def books_are_balanced(self):
@@ -352,6 +369,8 @@ def test_long_contended_traffic(seed):
         budget=random.choice([1, 2, 3, 5, 16]),
         max_model_len=random.choice([9, 20, 33]),
         chunked=random.random() < 0.8,
+        target_s=(None, 0, 2, 4)[seed % 4],
+        min_chunk=1 + seed % 3,
     )
     for _ in range(300):
         if random.random() < 0.3:

@@ -7,6 +7,7 @@ from pico_vllm.config import CacheConfig, ModelConfig
 from pico_vllm.errors import ConfigError
 from pico_vllm.worker import kv_cache_memory
 from pico_vllm.worker.kv_cache_memory import allocate_kv_caches, block_bytes, resolve_num_blocks
+from pico_vllm.worker.memory_budget import MemoryBudget
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -16,9 +17,9 @@ MODEL = ModelConfig("LlamaForCausalLM", 64, 32, 48, 3, 4, 2, 8, 128)
 QWEN2_5_1_5B = ModelConfig("Qwen2ForCausalLM", 151936, 1536, 8960, 28, 12, 2, 128, 32768)
 
 
-def resolve(max_useful_blocks=10**9, dtype=torch.float32, device=CPU, **cache):
+def resolve(max_useful_blocks=10**9, dtype=torch.float32, memory=None, **cache):
     return resolve_num_blocks(
-        CacheConfig(**cache), MODEL, dtype=dtype, device=device, max_useful_blocks=max_useful_blocks
+        CacheConfig(**cache), MODEL, dtype=dtype, max_useful_blocks=max_useful_blocks, memory=memory
     )
 
 
@@ -86,24 +87,17 @@ def test_a_machine_without_free_memory_is_refused(monkeypatch):
         resolve()
 
 
-@pytest.mark.parametrize(
-    ("free_gib", "utilization", "budget_gib"),
-    [(80, 0.9, 90 - 20 - 2), (100, 0.5, 50 - 2), (100, 1.0, 98), (12, 0.9, 0)],
-)
-def test_a_gpu_of_100_gib_gives_its_share_less_what_is_in_use_and_2_gib(monkeypatch, free_gib, utilization, budget_gib):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * GIB, 100 * GIB))
-    cuda = torch.device("cuda", 0)
-    if budget_gib == 0:
-        with pytest.raises(ConfigError, match="budget of 0 bytes holds no block"):
-            resolve(device=cuda, gpu_memory_utilization=utilization)
-    else:
-        assert resolve(device=cuda, gpu_memory_utilization=utilization) == budget_gib * GIB // 6144
+def memory_of_a_gpu(kv_cache):
+    nothing = dict.fromkeys(("weights", "other", "activations", "graphs", "tables", "margin"), 0)
+    return MemoryBudget(total=100 * GIB, usable=90 * GIB, kv_cache=kv_cache, **nothing)
 
 
-def test_a_full_gpu_is_refused_and_not_negative(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 100 * GIB))
-    with pytest.raises(ConfigError, match="budget of 0 bytes holds no block"):
-        resolve(device=torch.device("cuda", 0))
+def test_a_gpu_gives_what_was_measured_to_be_left():
+    assert resolve(memory=memory_of_a_gpu(10 * 6144 + 6143)) == 10
+    assert resolve(memory=memory_of_a_gpu(10 * 6144), max_useful_blocks=3) == 3
+    assert resolve(memory=memory_of_a_gpu(10 * 6144), num_gpu_blocks_override=70) == 70
+    with pytest.raises(ConfigError, match="budget of 6,143 bytes holds no block"):
+        resolve(memory=memory_of_a_gpu(6143))
 
 
 @pytest.mark.parametrize(

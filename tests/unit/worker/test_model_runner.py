@@ -13,6 +13,7 @@ from pico_vllm.kernels.backend import CPU, REFERENCE, recording
 from pico_vllm.kernels.rms_norm import rms_norm_reference
 from pico_vllm.request import Request
 from pico_vllm.scheduler_output import GrammarMasks
+from pico_vllm.worker import sampler
 from pico_vllm.worker.model_runner import resolve_backend, resolve_device
 
 PROMPTS = [[10, 20, 30, 40, 50], [7] * 17, [99]]
@@ -212,6 +213,25 @@ def test_uninitialised_cache_memory_is_never_read(checkpoint, expected):
     for cache in runner_of(llm).kv_caches:
         cache.fill_(float("nan"))
     assert tokens(llm) == expected
+
+
+# -------------------------------------------------------------------------------------------------- prompt logprobs
+def test_logits_of_a_long_prompt_never_exist_all_at_once(checkpoint, monkeypatch):
+    params = greedy(4, prompt_logprobs=2, logprobs=1)
+    prompt = [5 + i % 90 for i in range(41)]
+    (expected,) = make_llm(checkpoint).generate([prompt], params)
+    monkeypatch.setattr(sampler, "PROMPT_LOGPROBS_ROWS", 7)
+    llm = make_llm(checkpoint)
+    runner, sizes = runner_of(llm), []
+    runner.set_backend(
+        recording(CPU, lambda op, args, result: sizes.append(len(args[0])) if op == "logprobs" else None)
+    )
+    (found,) = llm.generate([prompt], params)
+    assert sizes == [7, 7, 7, 7, 7, 5, 1, 1, 1, 1]  # 40 positions of the prompt, then each token
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    for at, other in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+        assert at.keys() == other.keys()
+        assert all(at[i].logprob == pytest.approx(other[i].logprob, abs=1e-4) for i in at)
 
 
 # --------------------------------------------------------------------------------------------------- grammar masks

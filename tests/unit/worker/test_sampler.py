@@ -10,6 +10,7 @@ from pico_vllm import SamplingParams
 from pico_vllm.kernels.backend import CPU, REFERENCE
 from pico_vllm.outputs import TokenLogprobs
 from pico_vllm.scheduler_output import NewRequestData
+from pico_vllm.worker import sampler
 from pico_vllm.worker.input_builder import PromptLogprobsBatch, RandomSampling, SamplingBatch
 from pico_vllm.worker.logits_processors import LogitsProcessors
 from pico_vllm.worker.logprobs import entries_by_count
@@ -75,7 +76,14 @@ class Sampled:
 def run(backend, logits, random=None, *, processors=None, grammar=None, **logprobs):
     num_rows = logits.shape[0] - sum(logprobs["prompt_logprobs"].counts if "prompt_logprobs" in logprobs else ())
     batch = make_batch(num_rows, random, **logprobs)
-    output = Sampler(backend)(logits, batch, processors or make_processors(), grammar)
+    prompt = logits[num_rows:]
+    output = Sampler(backend)(
+        logits if len(prompt) == 0 else logits[:num_rows],
+        batch,
+        processors or make_processors(),
+        grammar,
+        lambda start, end: prompt[start:end],
+    )
     assert output.input_ids.tolist() == output.token_ids.clamp(min=0).tolist()
     counts = logprobs["prompt_logprobs"].counts if "prompt_logprobs" in logprobs else ()
     return Sampled(
@@ -308,3 +316,25 @@ def test_prompt_logprobs_are_untouched_by_what_is_done_to_the_sampled_rows(backe
     assert output.token_ids.tolist() == [7]
     for row, entry in enumerate(output.prompt_logprobs[0], start=1):
         assert_entry(entry, logits[row], 4, 2)
+
+
+@pytest.mark.parametrize("rows_at_a_time", [1, 3, 4, 100])
+def test_prompt_logits_are_asked_for_a_few_rows_at_a_time(backend, monkeypatch, rows_at_a_time):
+    logits, targets, num_best = make_logits(), [4, 5, 6, 7, 8, 9, 10], (1, -1, 0)
+    prompt = PromptLogprobsBatch(torch.tensor(targets), (2, 0, 5), num_best)
+    expected = run(backend, logits, None, prompt_logprobs=prompt).prompt_logprobs
+    assert [len(entries) for entries in expected] == [2, 0, 5]
+    monkeypatch.setattr(sampler, "PROMPT_LOGPROBS_ROWS", rows_at_a_time)
+    asked = []
+
+    def prompt_logits(start, end):
+        asked.append((start, end))
+        return logits[5 + start : 5 + end]
+
+    batch = make_batch(5, prompt_logprobs=prompt)
+    output = Sampler(backend)(logits[:5], batch, make_processors(), None, prompt_logits)
+    assert asked == [(start, min(start + rows_at_a_time, 7)) for start in range(0, 7, rows_at_a_time)]
+    for entries, expected_entries in zip(output.prompt_logprobs, expected, strict=True):
+        for entry, other in zip(entries, expected_entries, strict=True):
+            assert (entry.token_ids, entry.rank) == (other.token_ids, other.rank)
+            assert entry.logprobs == pytest.approx(other.logprobs, abs=1e-6)

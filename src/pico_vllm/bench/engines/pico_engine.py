@@ -58,14 +58,15 @@ class PicoEngine(SteppedEngine):
             "block_size": config.cache.block_size,
             "num_blocks": self.engine.core.limits.num_blocks,
             "max_num_seqs": config.scheduler.max_num_seqs,
-            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+            "max_num_batched_tokens": runner.max_num_batched_tokens,
+            "target_itl_ms": config.scheduler.target_itl_ms,
             "max_model_len": self.engine.core.limits.max_model_len,
             "chunked_prefill": config.scheduler.enable_chunked_prefill,
             "async_scheduling": core.overlaps,
             "gpu_memory_utilization": options.memory_share,
             "extra": options.extra,
         }
-        start_s = round(time.perf_counter() - start, 2)
+        start_s = round(time.perf_counter() - start, 3)
         self.info = EngineInfo("pico-vllm", __version__, "in-process", start_s, settings)
 
     def why_not(self, workload: Workload) -> str | None:
