@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from pico_vllm.kernels.attention_config import device_of
+from pico_vllm.kernels.attention_tiles import start_after_predecessors
+
 #: Elements of a program when rows are short: several rows share one then.
 _MIN_ELEMENTS_A_PROGRAM = 1024
 _MAX_ROWS_A_PROGRAM = 16
@@ -33,12 +36,14 @@ def _rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y[r] = weight * cast(x[r] / sqrt(mean(x[r]^2) + eps)), row r = head r % num_heads of token r // num_heads.
 
     Grid: (ceil(num_rows / ROWS),); a program has ROWS whole rows. Padded rows are computed like all others. The sum of
     squares, the root and the division are fp32; y is contiguous.
     """
+    start_after_predecessors(PDL)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < HIDDEN)[None, :]
@@ -59,22 +64,29 @@ def _add_rms_norm_kernel(
     residual_stride,
     num_rows,
     eps,
+    NUM_SPLITS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """residual[r] = cast(x[r] + residual[r]) in place; y[r] = weight * cast(residual[r] / sqrt(mean(...) + eps)).
 
-    Grid and precision as in ``_rms_norm_kernel``; what is normalised is the rounded sum.
+    Grid and precision as in ``_rms_norm_kernel``; what is normalised is the rounded sum. NUM_SPLITS > 0: x is
+    [NUM_SPLITS, num_rows, HIDDEN] fp32, and what is added is cast(sum of the splits).
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < HIDDEN)[None, :]
     residual_ptrs = residual_ptr + rows[:, None] * residual_stride + columns[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
-    residual = tl.load(residual_ptrs, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0)
-    summed = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    start_after_predecessors(PDL)
+    x_ptrs = x_ptr + rows[:, None] * x_stride + columns[None, :]
+    residual = tl.load(residual_ptrs, mask=mask, other=0.0)
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, NUM_SPLITS):
+        x += tl.load(x_ptrs + split * x_stride * num_rows, mask=mask, other=0.0)
+    summed = (x.to(residual.dtype).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
     tl.store(residual_ptrs, summed, mask=mask)
     y = _normalise(summed.to(tl.float32), weight, eps, HIDDEN)
     tl.store(y_ptr + rows[:, None] * HIDDEN + columns[None, :], y, mask=mask)
@@ -109,7 +121,9 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
         HIDDEN=x.shape[-1],
         BLOCK=block,
         ROWS=rows,
+        PDL=device_of(x.device.index).launches_early,
         num_warps=num_warps,
+        launch_pdl=device_of(x.device.index).launches_early,
     )
     return y
 
@@ -118,24 +132,29 @@ def add_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``add_rms_norm_reference`` in one kernel; writes the sum into ``residual`` in place and returns it."""
-    num_rows, hidden_size = x.shape
-    y = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
+    num_rows, hidden_size = residual.shape
+    y = torch.empty((num_rows, hidden_size), dtype=residual.dtype, device=x.device)
     if num_rows == 0:
         return y, residual
+    assert x.dim() == 2 or x.is_contiguous()
+    device = device_of(x.device.index)
     block, rows, num_warps = _tile(hidden_size)
     _add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x,
         residual,
         weight,
         y,
-        x.stride(0),
+        x.stride(-2),
         residual.stride(0),
         num_rows,
         eps,
+        NUM_SPLITS=x.shape[0] if x.dim() == 3 else 0,
         HIDDEN=hidden_size,
         BLOCK=block,
         ROWS=rows,
+        PDL=device.launches_early,
         num_warps=num_warps,
+        launch_pdl=device.launches_early,
     )
     return y, residual
 

@@ -41,7 +41,7 @@ LAYER_POINTS = (
     ("attention_residual", "add_rms_norm"),
     ("post_attention_layernorm", "add_rms_norm"),
     ("gate_up_proj", "linear"),
-    ("activation", "swiglu"),
+    ("activation", "gated_linear"),
     ("down_proj", "linear"),
     ("residual", "add_rms_norm"),
 )
