@@ -11,10 +11,15 @@ programs, so that every SM has something to read.
 - ``gated_linear_triton``: the gate and up products and SwiGLU of both in one kernel.
 
 Where cuBLAS is faster (``linear_config``) it multiplies. Contracts and references are in ``linear``.
+
+Weights must be in memory for good when a product is launched: between the last write to one and the product there is a
+synchronisation, or a kernel that isn't launched early, as all of torch's are. So nothing but weights is read before the
+wait; the bias comes after it.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
-# (a launch takes num_warps and num_stages beside the parameters of the kernel; a constexpr takes a Python value)
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# (a launch takes num_warps and num_stages beside the parameters of the kernel; a constexpr takes a Python value; the
+# ranges of a kernel are Triton's)
 
 from __future__ import annotations
 
@@ -60,15 +65,13 @@ def _one_row_kernel(
     rows = weight + outputs.to(tl.int64) * IN_FEATURES
     up_rows = weight + (out_features + outputs).to(tl.int64) * IN_FEATURES
     w = _load_weights(rows, inputs, is_output, last)
-    if IS_GATED:
-        up_w = _load_weights(up_rows, inputs, is_output, last)
+    up_w = _load_weights(up_rows, inputs, is_output, last) if IS_GATED else w
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     x_block = tl.load(x + inputs, mask=inputs < last, other=0.0).to(tl.float32)
     products = w.to(tl.float32) * x_block[None, :]
-    if IS_GATED:
-        up_products = up_w.to(tl.float32) * x_block[None, :]
+    up_products = up_w.to(tl.float32) * x_block[None, :] if IS_GATED else products
     for _ in range(BLOCK_K, SPLIT, BLOCK_K):
         inputs += BLOCK_K
         x_block = tl.load(x + inputs, mask=inputs < last, other=0.0).to(tl.float32)
@@ -84,7 +87,7 @@ def _one_row_kernel(
     if IS_GATED:
         result = _swiglu(result, up, y.dtype.element_ty)
     if IS_PARTIAL:
-        y += split * out_features
+        y += split.to(tl.int64) * out_features
     tl.store(y + outputs, result.to(y.dtype.element_ty), mask=is_output)
 
 
@@ -119,14 +122,13 @@ def _few_rows_kernel(
     last = tl.minimum(first + SPLIT, IN_FEATURES)
     is_output = outputs < out_features
     inputs = first + tl.arange(0, BLOCK_K)
-    tokens = tl.arange(0, BLOCK_M)
+    tokens = tl.arange(0, BLOCK_M).to(tl.int64)
     is_token = tokens < num_rows
     rows = weight + outputs.to(tl.int64) * IN_FEATURES
     up_rows = weight + (out_features + outputs).to(tl.int64) * IN_FEATURES
     x_columns = x + tokens * x_stride
     w = _load_weights(rows, inputs, is_output, last)
-    if IS_GATED:
-        up_w = _load_weights(up_rows, inputs, is_output, last)
+    up_w = _load_weights(up_rows, inputs, is_output, last) if IS_GATED else w
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -146,7 +148,7 @@ def _few_rows_kernel(
     if IS_GATED:
         result = _swiglu(result, up, y.dtype.element_ty)
     if IS_PARTIAL:
-        y += split * num_rows * out_features
+        y += split.to(tl.int64) * num_rows * out_features
     y_ptrs = y + tokens[None, :] * out_features + outputs[:, None]
     tl.store(y_ptrs, result.to(y.dtype.element_ty), mask=is_output[:, None] & is_token[None, :])
 
@@ -212,9 +214,11 @@ def gated_linear_triton(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
 
 
 def _config(kind: Product, x: torch.Tensor, weight: LinearWeight, out_features: int) -> LinearConfig | None:
-    """None = cuBLAS: many tokens, none at all, or fp32, whose exact products take no tensor cores."""
+    """None = cuBLAS: many tokens, none at all, strided views, or fp32, whose exact products take no tensor cores."""
     num_rows = x.shape[0]
-    if not 0 < num_rows <= MAX_ROWS or x.dtype == torch.float32:
+    if not 0 < num_rows <= MAX_ROWS or x.dtype.itemsize != 2:
+        return None
+    if x.stride(1) != 1 or (weight.dense is not None and not weight.dense.is_contiguous()):
         return None
     architecture = device_of(x.device.index).architecture
     return choose_linear(kind, num_rows, out_features, weight.in_features, architecture)
@@ -223,7 +227,6 @@ def _config(kind: Product, x: torch.Tensor, weight: LinearWeight, out_features: 
 def _launch(kind: Product, x: torch.Tensor, weight: LinearWeight, y: torch.Tensor, config: LinearConfig) -> None:
     """Products of all rows of x; writes y."""
     dense = weight.to_dense()
-    assert dense.is_contiguous() and x.stride(1) == 1
     num_rows, out_features, in_features = x.shape[0], y.shape[-1], weight.in_features
     launches_early = device_of(x.device.index).launches_early
     grid = (triton.cdiv(out_features, config.block_n), y.shape[0] if kind is Product.PARTIAL else 1)

@@ -1,11 +1,12 @@
 """RMSNorm in Triton: a program normalises a few whole rows, so each element is read and written once.
 
 Bound by memory: alone 2 passes over [num_tokens, hidden_size], fused with the residual add 4 (x and residual in, sum
-and result out). Contract, formula and rounding order are those of ``rms_norm``.
+and result out); each split of partial sums is one more, in fp32. Contract, formula and rounding order are those of
+``rms_norm``.
 """
 
-# pyright: reportCallIssue=false
-# (a launch takes num_warps and num_stages beside the parameters of the kernel)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# (a launch takes num_warps and num_stages beside the parameters of the kernel; the ranges of a kernel are Triton's)
 
 from __future__ import annotations
 
@@ -72,8 +73,9 @@ def _add_rms_norm_kernel(
 ):
     """residual[r] = cast(x[r] + residual[r]) in place; y[r] = weight * cast(residual[r] / sqrt(mean(...) + eps)).
 
-    Grid and precision as in ``_rms_norm_kernel``; what is normalised is the rounded sum. NUM_SPLITS > 0: x is
-    [NUM_SPLITS, num_rows, HIDDEN] fp32, and what is added is cast(sum of the splits).
+    Grid and precision as in ``_rms_norm_kernel``; what is normalised is the rounded sum. x is [NUM_SPLITS, num_rows,
+    HIDDEN], and what is added is cast(sum of the splits). The norm's weight is read before the wait (``linear_triton``
+    says why it may be).
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -81,11 +83,11 @@ def _add_rms_norm_kernel(
     residual_ptrs = residual_ptr + rows[:, None] * residual_stride + columns[None, :]
     weight = tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0)
     start_after_predecessors(PDL)
-    x_ptrs = x_ptr + rows[:, None] * x_stride + columns[None, :]
     residual = tl.load(residual_ptrs, mask=mask, other=0.0)
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(1, NUM_SPLITS):
-        x += tl.load(x_ptrs + split * x_stride * num_rows, mask=mask, other=0.0)
+        split_rows = split * num_rows + rows  # int64
+        x += tl.load(x_ptr + split_rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
     summed = (x.to(residual.dtype).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
     tl.store(residual_ptrs, summed, mask=mask)
     y = _normalise(summed.to(tl.float32), weight, eps, HIDDEN)
@@ -108,6 +110,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     num_rows = x.shape[0] * num_heads
     if num_rows == 0:
         return y
+    launches_early = device_of(x.device.index).launches_early
     block, rows, num_warps = _tile(x.shape[-1])
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x,
@@ -121,9 +124,9 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
         HIDDEN=x.shape[-1],
         BLOCK=block,
         ROWS=rows,
-        PDL=device_of(x.device.index).launches_early,
+        PDL=launches_early,
         num_warps=num_warps,
-        launch_pdl=device_of(x.device.index).launches_early,
+        launch_pdl=launches_early,
     )
     return y
 
@@ -137,7 +140,7 @@ def add_rms_norm_triton(
     if num_rows == 0:
         return y, residual
     assert x.dim() == 2 or x.is_contiguous()
-    device = device_of(x.device.index)
+    launches_early = device_of(x.device.index).launches_early
     block, rows, num_warps = _tile(hidden_size)
     _add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x,
@@ -148,13 +151,13 @@ def add_rms_norm_triton(
         residual.stride(0),
         num_rows,
         eps,
-        NUM_SPLITS=x.shape[0] if x.dim() == 3 else 0,
+        NUM_SPLITS=x.shape[0] if x.dim() == 3 else 1,
         HIDDEN=hidden_size,
         BLOCK=block,
         ROWS=rows,
-        PDL=device.launches_early,
+        PDL=launches_early,
         num_warps=num_warps,
-        launch_pdl=device.launches_early,
+        launch_pdl=launches_early,
     )
     return y, residual
 

@@ -132,7 +132,7 @@ def rotary_embedding_and_store_kv_triton(
     num_tokens, total_heads, head_dim = heads.shape
     if num_tokens == 0:
         return
-    device = device_of(heads.device.index)
+    launches_early = device_of(heads.device.index).launches_early
     heads_block, half_block = triton.next_power_of_2(total_heads), triton.next_power_of_2(head_dim // 2)
     _rotary_embedding_and_store_kv_kernel[(num_tokens,)](
         heads,
@@ -156,8 +156,8 @@ def rotary_embedding_and_store_kv_triton(
         HALF_BLOCK=half_block,
         CACHE_BLOCK_SIZE=kv_cache.shape[3],
         HAS_QK_NORM=qk_norm is not None,
-        PDL=device.launches_early,
-        launch_pdl=device.launches_early,
+        PDL=launches_early,
         num_warps=min(max(2 * heads_block * half_block // _ELEMENTS_A_WARP, 1), 8),
+        launch_pdl=launches_early,
         enable_fp_fusion=False,  # a fused multiply-add would leave the rounding of the product out
     )
