@@ -24,10 +24,11 @@ from pico_vllm.oracle.verify import Verification, verify
 SWAPS = [
     ("embedding",),
     ("linear",),
+    ("partial_linear",),
+    ("gated_linear",),
     ("rms_norm",),
     ("add_rms_norm",),
     ("prepare_attention", "rotary_embedding_and_store_kv", "paged_attention"),
-    ("swiglu",),
 ]
 
 

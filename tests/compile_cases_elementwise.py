@@ -1,5 +1,9 @@
 """Norms, SwiGLU, rotation + KV store and block copies at the shapes of Qwen2.5-1.5B, SmolLM2-135M and Qwen3-0.6B."""
 
+from __future__ import annotations
+
+import dataclasses
+
 import triton.language as tl
 
 from compile_cases import CompileCase
@@ -18,13 +22,16 @@ def _rms_norm(name: str, dtype: str, hidden: int, block: int, rows: int, num_war
     )
 
 
-def _add_rms_norm(name: str, dtype: str, hidden: int, block: int, rows: int, num_warps: int) -> CompileCase:
+def _add_rms_norm(
+    name: str, dtype: str, hidden: int, block: int, rows: int, num_warps: int, num_splits: int = 1
+) -> CompileCase:
     return CompileCase(
         name=f"add_rms_norm-{name}",
         kernel=rms_norm_triton._add_rms_norm_kernel,
         signature={"x_ptr": dtype, "residual_ptr": dtype, "weight_ptr": dtype, "y_ptr": dtype, "eps": "fp32"}
-        | {"x_stride": "i32", "residual_stride": "i32", "num_rows": "i32"},
-        constexprs={"HIDDEN": hidden, "BLOCK": block, "ROWS": rows},
+        | {"x_stride": "i32", "residual_stride": "i32", "num_rows": "i32"}
+        | ({"x_ptr": "*fp32"} if num_splits > 1 else {}),
+        constexprs={"NUM_SPLITS": num_splits, "HIDDEN": hidden, "BLOCK": block, "ROWS": rows},
         divisible=("x_stride", "residual_stride"),
         num_warps=num_warps,
     )
@@ -72,18 +79,25 @@ _COPY = CompileCase(
     num_warps=block_copy_triton._NUM_WARPS,
 )
 
-CASES = [
+_EARLY = (  # these kernels are launched early where an architecture can
     _rms_norm("bf16-1536", "*bf16", 1536, 2048, 1, 4),
     _rms_norm("bf16-heads-of-128", "*bf16", 128, 128, 8, 2),
     _rms_norm("fp32-576", "*fp32", 576, 1024, 1, 2),
     _add_rms_norm("bf16-1536", "*bf16", 1536, 2048, 1, 4),
     _add_rms_norm("bf16-576", "*bf16", 576, 1024, 1, 2),
     _add_rms_norm("bf16-8192", "*bf16", 8192, 8192, 1, 16),
+    _add_rms_norm("bf16-1536-5_splits", "*bf16", 1536, 2048, 1, 4, num_splits=5),
+    _add_rms_norm("bf16-576-2_splits", "*bf16", 576, 1024, 1, 2, num_splits=2),
     _rotary("bf16-12x2x128", "*bf16", 12, 2, 128, False),
     _rotary("bf16-9x3x64", "*bf16", 9, 3, 64, False),
     _rotary("bf16-16x8x128-qk_norm", "*bf16", 16, 8, 128, True),
     _rotary("fp32-12x2x128", "*fp32", 12, 2, 128, False),
     _swiglu("bf16", "*bf16", tl.float32),
     _swiglu("fp32", "*fp32", tl.float64),
-    _COPY,
-]
+)
+
+
+def compile_cases(architecture: int) -> list[CompileCase]:
+    """Every case for one architecture."""
+    pdl = {"PDL": architecture >= 90}
+    return [_COPY, *(dataclasses.replace(case, constexprs=case.constexprs | pdl) for case in _EARLY)]

@@ -86,6 +86,14 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation("reference", linear.linear_reference),
         Implementation("cpu", linear.linear_cpu),
     ),
+    "partial_linear": (
+        Implementation("reference", linear.linear_reference),
+        Implementation("cpu", linear.linear_cpu),
+    ),
+    "gated_linear": (
+        Implementation("reference", linear.gated_linear_reference),
+        Implementation("cpu", linear.gated_linear_cpu),
+    ),
     "rms_norm": (
         Implementation("reference", rms_norm.rms_norm_reference),
         Implementation("cpu", rms_norm.rms_norm_cpu, equals_hf_bitwise=True),
@@ -152,6 +160,7 @@ if RUNS_TRITON:
         attention_triton,
         block_copy_triton,
         greedy_triton,
+        linear_triton,
         logits_processing_triton,
         philox_triton,
         rms_norm_triton,
@@ -167,9 +176,12 @@ if RUNS_TRITON:
     )
     IMPLEMENTATIONS["attention"] += (Implementation("triton", TRITON_ATTENTION, TRITON_DEVICE),)
     TRITON_MODULES += [attention_triton]
-    TRITON_MODULES += [block_copy_triton, greedy_triton, logits_processing_triton, philox_triton, rms_norm_triton]
-    TRITON_MODULES += [rotary_embedding_and_store_kv_triton, sampling_triton, swiglu_triton]
+    TRITON_MODULES += [block_copy_triton, greedy_triton, linear_triton, logits_processing_triton, philox_triton]
+    TRITON_MODULES += [rms_norm_triton, rotary_embedding_and_store_kv_triton, sampling_triton, swiglu_triton]
     for name, function in {
+        "linear": linear_triton.linear_triton,
+        "partial_linear": linear_triton.partial_linear_triton,
+        "gated_linear": linear_triton.gated_linear_triton,
         "rms_norm": rms_norm_triton.rms_norm_triton,
         "add_rms_norm": rms_norm_triton.add_rms_norm_triton,
         "rotary_embedding_and_store_kv": rotary_embedding_and_store_kv_triton.rotary_embedding_and_store_kv_triton,
@@ -243,6 +255,9 @@ _SWIGLU = "silu and product are each rounded: 2 u; atol is the smallest normal n
 _SWIGLU32 = "2 u, exp and division of the sigmoid 4 u more"
 _LINEAR = "one rounding at the end: u; atol is fp32 summation of K <= 576 products near 1/24, times 2 of slack"
 _LINEAR32 = "no rounding but the summation's: sqrt(K) u sum |x w| <= 24 * 6e-8 * 15"
+_GATED = (
+    "u each of up, silu and result; that of the gate shows up to 3 u in silu of -4; atol: that of linear, times |up|"
+)
 _ATTEND = (
     "weights and output are each rounded: u sum(w |v|) + u |out|, |v| <= 4, and the weights' sum isn't renormalised"
 )
@@ -264,6 +279,9 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     ("linear", torch.float32): Tolerance(0.0, 2e-5, _LINEAR32),
     ("linear", torch.bfloat16): Tolerance(1.01 * UB16, 4e-5, _LINEAR),
     ("linear", torch.float16): Tolerance(1.01 * U16, 4e-5, _LINEAR),
+    ("gated_linear", torch.float32): Tolerance(6 * U32, 2e-5, _GATED),
+    ("gated_linear", torch.bfloat16): Tolerance(6.06 * UB16, 1.6e-4, _GATED),
+    ("gated_linear", torch.float16): Tolerance(6.06 * U16, 1.6e-4, _GATED),
     ("attention", torch.float32): Tolerance(0.0, 25 * 4 * U32, _ATTEND32),
     ("attention", torch.bfloat16): Tolerance(UB16, 4 * UB16, _ATTEND),
     ("attention", torch.float16): Tolerance(U16, 4 * U16, _ATTEND),

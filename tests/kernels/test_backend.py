@@ -76,13 +76,15 @@ def run_every_op(backend: KernelBackend) -> dict[str, torch.Tensor]:
     out["rms_norm"] = backend.rms_norm(out["embedding"], weight, 1e-5)
     packed = backend.pack_linear(numbers(6, 16, seed=2), None)
     out["linear"] = backend.linear(out["rms_norm"], packed)
+    partial = backend.partial_linear(out["rms_norm"], packed)
+    out["partial_linear"] = partial if partial.dim() == 2 else partial.sum(dim=0)
+    out["gated_linear"] = backend.gated_linear(out["rms_norm"], packed)
     metadata = backend.prepare_attention(case.inputs, heads.cache_shape)
     qkv = case.projected.qkv.clone().view(5, 4, 8)
     backend.rotary_embedding_and_store_kv(qkv, numbers(5, 8, seed=3), cache, metadata, 2)
     out["rotated"], out["cache"] = qkv[:, :2], cache
     out["attended"] = backend.paged_attention(out["rotated"], cache, metadata, case.scale)
     out["normed"], out["residual"] = backend.add_rms_norm(out["rms_norm"], table[:3].clone(), weight, 1e-5)
-    out["swiglu"] = backend.swiglu(out["linear"])
     out["greedy"] = backend.greedy(out["linear"])
     seeds = ints(1, 2, -3)
     out["uniform"] = backend.uniform(seeds, torch.zeros_like(seeds), ints(0, 1, 2))
@@ -104,9 +106,9 @@ def run_every_op(backend: KernelBackend) -> dict[str, torch.Tensor]:
 
 
 CALLS_OF_EVERY_OP = [
-    "embedding", "rms_norm", "pack_linear", "linear", "prepare_attention", "rotary_embedding_and_store_kv",
-    "paged_attention", "add_rms_norm", "swiglu", "greedy", "uniform", "sample", "apply_penalties", "apply_bitmask",
-    "logprobs", "copy_blocks", "gather_blocks", "scatter_blocks",
+    "embedding", "rms_norm", "pack_linear", "linear", "partial_linear", "gated_linear", "prepare_attention",
+    "rotary_embedding_and_store_kv", "paged_attention", "add_rms_norm", "greedy", "uniform", "sample",
+    "apply_penalties", "apply_bitmask", "logprobs", "copy_blocks", "gather_blocks", "scatter_blocks",
 ]  # fmt: skip
 
 

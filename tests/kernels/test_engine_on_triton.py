@@ -43,6 +43,14 @@ def test_every_sub_layer_equals_transformers(checkpoint, dtype):
     assert result.passes, [(e.point.key, e.rms, e.bound) for e in result.errors if not e.passes]
 
 
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 128])
+def test_steps_on_both_sides_of_the_few_token_products_equal_transformers(checkpoint, max_num_batched_tokens):
+    """Steps of 64 tokens, which are Triton's to multiply, and of 71, which are not."""
+    llm = make_llm(checkpoint, dtype="bfloat16", max_num_batched_tokens=max_num_batched_tokens, **OPTIONS)
+    result = verify(llm.engine, prompt_lengths=(1, 70), num_new_tokens=1)
+    assert result.passes, [(e.point.key, e.rms, e.bound) for e in result.errors if not e.passes]
+
+
 def test_greedy_and_sampled_tokens_are_those_of_torchs_ops(checkpoint):
     params = [greedy(4), SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=3, max_tokens=4, ignore_eos=True)]
     params.append(SamplingParams(temperature=1.5, min_p=0.02, seed=4, max_tokens=4, ignore_eos=True))

@@ -145,6 +145,58 @@ def test_add_rms_norm_adds_in_the_dtype_and_normalises_the_rounded_sum(impl, dty
     assert_bitwise(x, x_before)
 
 
+@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize("num_tokens, hidden_size", [(1, 1536), (5, 1), (63, 100), (65, 576), (0, 100)])
+@each_implementation_and_dtype("add_rms_norm")
+def test_partial_sums_are_added_up_and_rounded_once(impl, dtype, num_tokens, hidden_size, num_splits):
+    """Multiples of 1/1024, whose sum is exact in any order: it is the same to give the op their rounded sum."""
+    generator = torch.Generator().manual_seed(num_splits)
+    shape = (num_splits, num_tokens, hidden_size)
+    partial = torch.randint(-4096, 4097, shape, generator=generator).div(1024).to(impl.device)
+    residual = random_tensor(num_tokens, hidden_size, dtype=dtype, device=impl.device, seed=1)
+    weight = random_tensor(hidden_size, dtype=dtype, device=impl.device, seed=2)
+    before = partial.clone()
+    with uninitialised_memory_is_nan():
+        y, new_residual = impl.op(partial, residual.clone(), weight, EPS)
+    expected, expected_residual = impl.op(partial.sum(dim=0).to(dtype), residual.clone(), weight, EPS)
+    assert y.dtype == new_residual.dtype == dtype
+    assert_bitwise(new_residual, expected_residual)
+    assert_bitwise(y, expected)
+    assert_bitwise(partial, before)
+
+
+@each_implementation("add_rms_norm")
+def test_partial_sums_by_hand(impl):
+    partial = torch.tensor([[[0.5, 2.0]], [[1.0, -1.0]], [[-0.5, 4.0]]], device=impl.device)
+    residual = torch.tensor([[2.0, -1.0]], device=impl.device)
+    _, new_residual = impl.op(partial, residual, torch.ones(2, device=impl.device), 0.0)
+    assert new_residual.tolist() == [[3.0, 4.0]]
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+@each_implementation("add_rms_norm")
+def test_partial_sums_are_added_in_fp32(impl, num_splits):
+    """256 + 0.5 + ... is 256 in bf16 after every addition but the last."""
+    partial = torch.full((num_splits, 1, 8), 0.5, device=impl.device)
+    partial[0] = 256.0 + 0.5
+    residual = torch.zeros(1, 8, dtype=torch.bfloat16, device=impl.device)
+    _, new_residual = impl.op(partial, residual, torch.ones(8, dtype=torch.bfloat16, device=impl.device), EPS)
+    assert new_residual.tolist() == [[{2: 256.0, 5: 258.0}[num_splits]] * 8]  # 257 is a tie, to even; 258.5 is not
+
+
+@each_implementation_and_dtype("add_rms_norm")
+def test_nan_in_a_padded_row_of_partial_sums_spoils_only_that_row(impl, dtype):
+    partial = random_tensor(2, 5, 100, dtype=torch.float32, device=impl.device)
+    residual = random_tensor(5, 100, dtype=dtype, device=impl.device, seed=1)
+    weight = random_tensor(100, dtype=dtype, device=impl.device, seed=2)
+    clean, _ = impl.op(partial, residual.clone(), weight, EPS)
+    partial[1, 3] = NAN
+    y, _ = impl.op(partial, residual.clone(), weight, EPS)
+    assert y[3].isnan().all()
+    others = [0, 1, 2, 4]
+    assert_bitwise(y[others], clean[others])
+
+
 @each_implementation("add_rms_norm")
 def test_add_rms_norm_by_hand(impl):
     x = torch.tensor([[1.0, 5.0]], device=impl.device)

@@ -34,7 +34,7 @@ TELLING_LINES = {
         "with the fault, greedy tokens are the same",
         "FAILED: the first point that differs is layers.0.input_layernorm, made by rms_norm",
         f"  {'rms_norm':<70} passes",
-        f"  {'swiglu':<70} breaks at layers.0.input_layernorm, made by rms_norm",
+        f"  {'gated_linear':<70} breaks at layers.0.input_layernorm, made by rms_norm",
     ],
 }
 

@@ -234,7 +234,10 @@ def _mismatch(
     case: KernelCase, bind: Callable[[Tensors], BoundCall], inputs: Tensors, oracle: tuple[torch.Tensor, ...]
 ) -> str | None:
     """How a call on a copy of the inputs differs from the oracle; None if it doesn't."""
-    outputs = case.compared(bind(case.another(inputs, 0))())
+    call = bind(case.another(inputs, 0))
+    if any(tensor.is_cuda for tensor in inputs.values()):
+        torch.cuda.synchronize()  # a kernel that is launched early may read weights at once
+    outputs = case.compared(call())
     for number, (actual, truth) in enumerate(zip(outputs, oracle, strict=True)):
         where = f"output {number}: " if len(oracle) > 1 else ""
         if actual.shape != truth.shape:

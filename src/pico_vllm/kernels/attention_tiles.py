@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def start_after_predecessors(PDL: tl.constexpr) -> None:
-    """First statement of every kernel: nothing may be read or written before it.
+    """First statement of a kernel: nothing but weights may be read before it, and nothing written.
 
     With PDL (programmatic dependent launch, sm_90 and later) a kernel is launched while its predecessor still runs.
     The first instruction lets the next kernel come as early; the second waits until all predecessors have ended and

@@ -26,7 +26,6 @@ from pico_vllm.kernels import (
     rms_norm,
     rotary_embedding_and_store_kv,
     sampling,
-    swiglu,
 )
 
 
@@ -35,20 +34,21 @@ class KernelBackend:
     """The ops; contracts are in the files that implement them.
 
     ``prepare_attention`` makes what ``rotary_embedding_and_store_kv`` and ``paged_attention`` of the same backend take
-    as metadata: swap the three together. ``pack_linear`` likewise belongs to ``linear``, but every ``linear`` accepts
-    every packed weight.
+    as metadata: swap the three together. ``pack_linear`` likewise belongs to the three products, but each of them
+    accepts every packed weight; what ``partial_linear`` returns is for ``add_rms_norm``, and any of these takes it.
     """
 
     name: str
     embedding: Callable[..., Any]
     pack_linear: Callable[..., linear.LinearWeight]
     linear: Callable[..., Any]
+    partial_linear: Callable[..., Any]
+    gated_linear: Callable[..., Any]
     rms_norm: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     prepare_attention: Callable[..., Any]
     rotary_embedding_and_store_kv: Callable[..., None]
     paged_attention: Callable[..., Any]
-    swiglu: Callable[..., Any]
     greedy: Callable[..., Any]
     sample: Callable[..., Any]
     uniform: Callable[..., Any]
@@ -65,12 +65,13 @@ REFERENCE = KernelBackend(
     embedding=embedding.embedding_reference,
     pack_linear=linear.pack_linear_dense,
     linear=linear.linear_reference,
+    partial_linear=linear.linear_reference,
+    gated_linear=linear.gated_linear_reference,
     rms_norm=rms_norm.rms_norm_reference,
     add_rms_norm=rms_norm.add_rms_norm_reference,
     prepare_attention=attention.prepare_attention_reference,
     rotary_embedding_and_store_kv=rotary_embedding_and_store_kv.rotary_embedding_and_store_kv_reference,
     paged_attention=attention.paged_attention_reference,
-    swiglu=swiglu.swiglu_reference,
     greedy=sampling.greedy_reference,
     sample=sampling.sample_reference,
     uniform=philox.uniform_cpu,
@@ -87,12 +88,13 @@ CPU = KernelBackend(
     embedding=embedding.embedding_cpu,
     pack_linear=linear.pack_linear_cpu,
     linear=linear.linear_cpu,
+    partial_linear=linear.linear_cpu,
+    gated_linear=linear.gated_linear_cpu,
     rms_norm=rms_norm.rms_norm_cpu,
     add_rms_norm=rms_norm.add_rms_norm_cpu,
     prepare_attention=attention.prepare_attention_cpu,
     rotary_embedding_and_store_kv=rotary_embedding_and_store_kv.rotary_embedding_and_store_kv_cpu,
     paged_attention=attention.paged_attention_cpu,
-    swiglu=swiglu.swiglu_cpu,
     greedy=sampling.greedy_cpu,
     sample=sampling.sample_cpu,
     uniform=philox.uniform_cpu,

@@ -2,6 +2,9 @@
 
     y = x W^T + b
 
+``partial_linear`` may leave the last sum to whoever adds the result anyway (``add_rms_norm``): it returns y, or
+[num_splits, num_tokens, out_features] in fp32 whose sum over the splits is y before it is rounded.
+
 Layers hold a ``LinearWeight`` and call ``backend.linear(x, weight)``; they never look inside. So a blocked layout, a
 quantised one or a tuned tile shape fits in later without touching a model.
 """
@@ -11,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from pico_vllm.kernels.swiglu import swiglu_cpu, swiglu_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,24 @@ def linear_reference(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     if weight.bias is not None:
         y += weight.bias.to(wide)
     return y.to(x.dtype)
+
+
+def gated_linear_reference(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """The gated half of a feed-forward layer: ``swiglu`` of a product whose first half is the gate.
+
+    Args:
+        x: [num_tokens, in_features].
+        weight: [2 * intermediate_size, in_features], gate rows first.
+
+    Returns:
+        [num_tokens, intermediate_size] in x's dtype; the product is rounded to it before it is gated.
+    """
+    return swiglu_reference(linear_reference(x, weight))
+
+
+def gated_linear_cpu(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """``gated_linear_reference``, product and gate one after the other."""
+    return swiglu_cpu(linear_cpu(x, weight))
 
 
 def pack_linear_cpu(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:

@@ -1,6 +1,7 @@
 """RMSNorm, alone and fused with the residual add.
 
     residual' = residual + x                                  (in the input's dtype)
+    x         = cast(sum_s x_s)                               where x comes as partial sums (``linear``)
     y         = weight * cast(x' / sqrt(mean(x'^2) + eps))    (mean and division in fp32)
 
 Contract: rows are independent; padded rows may hold anything, NaN included, and only spoil themselves.
@@ -36,10 +37,17 @@ def add_rms_norm_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add x to the residual stream, then normalise the sum.
 
+    Args:
+        x: [num_tokens, hidden_size] of residual's dtype, or [num_splits, num_tokens, hidden_size] fp32: partial sums,
+            which are added in fp32 (fp64 in fp64) and rounded once.
+        residual: [num_tokens, hidden_size].
+        weight: [hidden_size].
+        eps: added to the mean square.
+
     Returns:
         (normalised, new residual), both [num_tokens, hidden_size]; the arguments are left alone.
     """
-    summed = x + residual
+    summed = _added_up(x, residual.dtype) + residual
     return rms_norm_reference(summed, weight, eps), summed
 
 
@@ -54,5 +62,9 @@ def add_rms_norm_cpu(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``add_rms_norm_reference`` that writes the sum into ``residual`` in place and returns it."""
-    residual.add_(x)
+    residual.add_(_added_up(x, residual.dtype))
     return rms_norm_cpu(residual, weight, eps), residual
+
+
+def _added_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dim() == 2 else x.sum(dim=0).to(dtype)

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pico_vllm.kernels.attention_config import device_of
+from pico_vllm.kernels.attention_tiles import start_after_predecessors
 from pico_vllm.kernels.rotary_embedding_and_store_kv import QKNorm
 
 #: 16 bf16 numbers a thread: two 16-byte loads.
@@ -52,6 +54,7 @@ def _rotary_embedding_and_store_kv_kernel(
     HALF_BLOCK: tl.constexpr,
     CACHE_BLOCK_SIZE: tl.constexpr,
     HAS_QK_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """a' = a cos - b sin, b' = b cos + a sin for the halves [a, b] of q and k heads; q in place, k and v to the cache.
 
@@ -59,6 +62,7 @@ def _rotary_embedding_and_store_kv_kernel(
     computed and its q written, but nothing goes to the cache. Norms are fp32; every product and sum of the rotation is
     rounded to the input's dtype.
     """
+    start_after_predecessors(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     head = tl.arange(0, HEADS_BLOCK)[:, None]  # query | key | value heads
@@ -128,6 +132,7 @@ def rotary_embedding_and_store_kv_triton(
     num_tokens, total_heads, head_dim = heads.shape
     if num_tokens == 0:
         return
+    launches_early = device_of(heads.device.index).launches_early
     heads_block, half_block = triton.next_power_of_2(total_heads), triton.next_power_of_2(head_dim // 2)
     _rotary_embedding_and_store_kv_kernel[(num_tokens,)](
         heads,
@@ -151,6 +156,8 @@ def rotary_embedding_and_store_kv_triton(
         HALF_BLOCK=half_block,
         CACHE_BLOCK_SIZE=kv_cache.shape[3],
         HAS_QK_NORM=qk_norm is not None,
+        PDL=launches_early,
         num_warps=min(max(2 * heads_block * half_block // _ELEMENTS_A_WARP, 1), 8),
+        launch_pdl=launches_early,
         enable_fp_fusion=False,  # a fused multiply-add would leave the rounding of the product out
     )

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from pico_vllm.kernels.backend import KernelBackend
     from pico_vllm.kernels.rotary_embedding_and_store_kv import QKNorm
-    from pico_vllm.layers.linear import Linear
+    from pico_vllm.layers.linear import Linear, PartialLinear
 
 
 class SelfAttention:
@@ -17,7 +17,7 @@ class SelfAttention:
 
     Args:
         qkv_proj: hidden → [query heads | key heads | value heads], one product.
-        o_proj: heads → hidden, a partial sum.
+        o_proj: heads → hidden, partial sums.
         num_heads, num_kv_heads, head_dim: of this rank.
         qk_norm: norms of the query and key heads before they are rotated, where the model has them.
     """
@@ -25,7 +25,7 @@ class SelfAttention:
     def __init__(
         self,
         qkv_proj: Linear,
-        o_proj: Linear,
+        o_proj: PartialLinear,
         *,
         num_heads: int,
         num_kv_heads: int,
@@ -60,7 +60,7 @@ class SelfAttention:
             rows: [num_rows] tokens that are projected back, None = all of them.
 
         Returns:
-            [num_rows, hidden_size], this rank's partial sum.
+            Partial sums of [num_rows, hidden_size] (``PartialLinear``).
         """
         num_tokens = x.shape[0]
         # [num_tokens, query + key + value heads, head_dim]

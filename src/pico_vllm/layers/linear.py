@@ -1,4 +1,4 @@
-"""Linear: a matrix product through the backend."""
+"""Matrix products through the backend: whole, as partial sums, and gated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Linear:
-    """y = x W^T + b. For a row-split weight y is this rank's partial sum."""
+    """y = x W^T + b."""
 
     def __init__(self, weight: LinearWeight, backend: KernelBackend) -> None:
         self.weight = weight
@@ -21,4 +21,30 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]."""
         y: torch.Tensor = self._linear(x, self.weight)
+        return y
+
+
+class PartialLinear:
+    """y = x W^T + b as partial sums, whose sum over ranks and splits the next norm takes."""
+
+    def __init__(self, weight: LinearWeight, backend: KernelBackend) -> None:
+        self.weight = weight
+        self._partial_linear = backend.partial_linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, in_features] → [num_tokens, out_features], or [num_splits, num_tokens, out_features] fp32."""
+        y: torch.Tensor = self._partial_linear(x, self.weight)
+        return y
+
+
+class GatedLinear:
+    """y = silu(x G^T) * (x U^T), G the first and U the second half of the weight's rows."""
+
+    def __init__(self, weight: LinearWeight, backend: KernelBackend) -> None:
+        self.weight = weight
+        self._gated_linear = backend.gated_linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, in_features] → [num_tokens, out_features / 2]."""
+        y: torch.Tensor = self._gated_linear(x, self.weight)
         return y

@@ -16,7 +16,7 @@ from pico_vllm.kernels.attention import AttentionInputs, KVCacheShape
 from pico_vllm.kernels.linear import LinearWeight
 from pico_vllm.layers.attention import SelfAttention
 from pico_vllm.layers.embedding import LMHead, VocabEmbedding
-from pico_vllm.layers.linear import Linear
+from pico_vllm.layers.linear import GatedLinear, Linear, PartialLinear
 from pico_vllm.layers.mlp import GatedMLP
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rotary_embedding import RotaryEmbedding
@@ -45,12 +45,23 @@ class LayerParts:
 
     def linear(self, name: str) -> Linear:
         """The matrix product ``layers.<index>.<name>``."""
-        return Linear(_get(self.parameters, f"layers.{self.index}.{name}", LinearWeight), self.backend)
+        return Linear(self._weight(name), self.backend)
+
+    def partial_linear(self, name: str) -> PartialLinear:
+        """The same, its sum left to the next norm."""
+        return PartialLinear(self._weight(name), self.backend)
+
+    def gated_linear(self, name: str) -> GatedLinear:
+        """The same, its first half the gate of the second."""
+        return GatedLinear(self._weight(name), self.backend)
 
     def norm(self, name: str) -> RMSNorm:
         """The norm ``layers.<index>.<name>``."""
         weight = _get(self.parameters, f"layers.{self.index}.{name}", torch.Tensor)
         return RMSNorm(weight, self.config.rms_norm_eps, self.backend, self.group)
+
+    def _weight(self, name: str) -> LinearWeight:
+        return _get(self.parameters, f"layers.{self.index}.{name}", LinearWeight)
 
     @property
     def head_shape(self) -> dict[str, int]:
@@ -70,12 +81,16 @@ class Qwen2DecoderLayer:
         self.input_layernorm = parts.norm("input_layernorm")
         self.self_attn = self.attention(parts)
         self.post_attention_layernorm = parts.norm("post_attention_layernorm")
-        self.mlp = GatedMLP(parts.linear("gate_up_proj"), parts.linear("down_proj"), parts.backend)
+        self.mlp = GatedMLP(parts.gated_linear("gate_up_proj"), parts.partial_linear("down_proj"))
 
     def attention(self, parts: LayerParts) -> SelfAttention:
         """Grouped-query attention; a model that normalises its heads says so here."""
         return SelfAttention(
-            parts.linear("qkv_proj"), parts.linear("o_proj"), **parts.head_shape, backend=parts.backend, qk_norm=None
+            parts.linear("qkv_proj"),
+            parts.partial_linear("o_proj"),
+            **parts.head_shape,
+            backend=parts.backend,
+            qk_norm=None,
         )
 
     def __call__(
@@ -98,7 +113,7 @@ class Qwen2DecoderLayer:
             rows: [num_rows] tokens that are wanted of this layer, None = all: the others get their K and V only.
 
         Returns:
-            (partial sum of the feed-forward, residual after attention), [num_rows, hidden_size] each: the next norm
+            (partial sums of the feed-forward, residual after attention), of [num_rows, hidden_size] each: the next norm
             adds them.
         """
         attended = self.self_attn(x, cos_sin, kv_cache, metadata, rows)

@@ -24,7 +24,7 @@ class Qwen3DecoderLayer(Qwen2DecoderLayer):
         q_norm, k_norm = parts.norm("q_norm"), parts.norm("k_norm")
         return SelfAttention(
             parts.linear("qkv_proj"),
-            parts.linear("o_proj"),
+            parts.partial_linear("o_proj"),
             **parts.head_shape,
             backend=parts.backend,
             qk_norm=QKNorm(q_norm.weight, k_norm.weight, parts.config.rms_norm_eps),

@@ -34,6 +34,7 @@ class EngineTaps:
     def __init__(self, engine: LLMEngine) -> None:
         self._runner = core_in_this_process(engine.core).executor.runner
         self._name_of = {id(parameter): name for name, parameter in self._runner.parameters.items()}
+        self._plain = self._runner.backend
         points = points_of(self._runner.model_config.num_hidden_layers)
         self._keys_of_wanted = {point.key for point in points if point.is_of_wanted}
         self._layer = -1
@@ -46,7 +47,7 @@ class EngineTaps:
     def watching(self) -> Iterator[EngineTaps]:
         """Record every step that runs inside the block; the engine is as before afterwards."""
         runner = self._runner
-        plain = runner.backend
+        plain = self._plain = runner.backend
         runner.set_backend(recording(plain, self._tap))
         runner.step_observer = self._distribute
         try:
@@ -80,10 +81,20 @@ class EngineTaps:
     def _tap_linear(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
         name = self._name_of[id(args[1])]
         if name == "lm_head":
-            self._keep("logits", result)
+            self._keep_logits(result)
             return
         self._layer = int(name.split(".")[1])
         self._keep(name, result)
+
+    def _tap_partial_linear(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        self._keep(self._name_of[id(args[1])], result if result.dim() == 2 else result.sum(dim=0).to(args[0].dtype))
+
+    def _tap_gated_linear(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        """The product that is gated never leaves the op: it is computed once more, by the op ``linear``."""
+        x, weight = args
+        name = self._name_of[id(weight)]
+        self._keep(name, self._plain.linear(x, weight))
+        self._keep(f"layers.{self._layer}.activation", result)
 
     def _tap_rms_norm(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
         self._keep(self._name_of[id(args[1])], result)
@@ -105,8 +116,12 @@ class EngineTaps:
     def _tap_paged_attention(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
         self._keep(f"layers.{self._layer}.attention", result)
 
-    def _tap_swiglu(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
-        self._keep(f"layers.{self._layer}.activation", result)
+    def _keep_logits(self, rows: torch.Tensor) -> None:
+        """Those of sampled rows come first, then those of wanted prompt positions, a few at a time."""
+        first = self._step.get("logits")
+        self._keep("logits", rows)
+        if first is not None:
+            self._step["logits"] = torch.cat((first, self._step["logits"]))
 
     def _keep(self, key: str, rows: torch.Tensor) -> None:
         self._step[key] = rows.flatten(1).to("cpu", copy=True)

@@ -39,12 +39,12 @@ LAYER_POINTS = (
     ("key", "rotary_embedding_and_store_kv"),  # the same, as it is in the cache
     ("value", "rotary_embedding_and_store_kv"),  # as it is in the cache
     ("attention", "paged_attention"),
-    ("o_proj", "linear"),
+    ("o_proj", "partial_linear"),
     ("attention_residual", "add_rms_norm"),
     ("post_attention_layernorm", "add_rms_norm"),
-    ("gate_up_proj", "linear"),
-    ("activation", "swiglu"),
-    ("down_proj", "linear"),
+    ("gate_up_proj", "gated_linear"),  # the product before it is gated: by ``linear``, with what the op was given
+    ("activation", "gated_linear"),
+    ("down_proj", "partial_linear"),
     ("residual", "add_rms_norm"),
 )
 

@@ -223,11 +223,11 @@ class Scheduler:
         for request in list(self._running.values()):
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
-            if request.num_inflight_samples and (request.last_token_is_inflight or request.needs_host_token):
-                continue
             start = request.num_computed_tokens + request.num_inflight_tokens
             is_decode = start >= request.num_prefill_tokens
             step.num_decodes_to_come -= is_decode
+            if request.num_inflight_samples and (request.last_token_is_inflight or request.needs_host_token):
+                continue
             room = step.budget if is_decode else step.prompt_room(start)
             num_new_tokens = min(request.num_tokens_with_inflight - start, room)
             if num_new_tokens <= 0:

@@ -78,7 +78,8 @@ def mixed_sizes(max_num_tokens: int, max_num_seqs: int) -> list[MixedSize]:
 
 def _sizes_up_to(sizes: Sequence[int], most: int) -> list[int]:
     """Those below ``most``, and ``most`` itself or the last one."""
-    return [size for size in sizes if size < most] + ([most] if most < sizes[-1] else [sizes[-1]])
+    last = min(most, sizes[-1])
+    return [size for size in sizes if size < last] + [last]
 
 
 @dataclass(frozen=True, slots=True)

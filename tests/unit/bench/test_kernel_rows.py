@@ -10,14 +10,14 @@ from pico_vllm.bench.timing import Timing
 
 WHERE = {"shapes": "tiny", "backend": "cpu", "dtype": "bfloat16", "device": "cpu"}
 GOOD = KernelRow(
-    op="swiglu",
+    op="gated_linear",
     case="17 tokens",
     num_bytes=6_000_000,
     flops=2_000_000_000,
     floor_s=25e-6,
     timing=Timing(50e-6, 45e-6, 60e-6, 40e-6, "eager"),
     rotated=True,
-    baseline_name="F.silu * up",
+    baseline_name="F.linear, F.silu * up",
     baseline_s=75e-6,
     **WHERE,
 )
@@ -31,7 +31,7 @@ def test_a_record_has_these_fields():
         "engine": "pico-vllm",
         "point": "kernel",
         "model": "tiny",
-        "op": "swiglu",
+        "op": "gated_linear",
         "case": "17 tokens",
         "backend": "cpu",
         "dtype": "bfloat16",
@@ -43,7 +43,7 @@ def test_a_record_has_these_fields():
         "fraction": 0.5,
         "mode": "eager",
         "rotated": True,
-        "baseline_name": "F.silu * up",
+        "baseline_name": "F.linear, F.silu * up",
         "baseline_us": 75.0,
         "speedup": 1.5,
         "missing": None,

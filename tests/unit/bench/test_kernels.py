@@ -41,7 +41,7 @@ def test_every_op_has_a_time_and_a_baseline():
     seen = []
     rows = run(on_row=seen.append)
     assert seen == rows
-    assert len(rows) == len(OPS) + 4  # five linears
+    assert len(rows) == len(OPS) + 2  # linear and partial_linear have two products each
     for row in rows:
         assert (row.error, row.missing) == (None, None)
         assert row.timing is not None and row.timing.mode == "host"
@@ -59,13 +59,13 @@ def test_ceilings_are_measured_if_they_are_not_given(monkeypatch):
         return {key: {"median": 1.0, "best": 2.0} for key in ("read_TBps", "copy_TBps", "matmul_512_fp32_TFLOPs")}
 
     monkeypatch.setattr(kernels, "measure_ceilings", measure)
-    (row,) = bench_kernels(CPU, DEVICE, torch.float32, SHAPES, ["swiglu"], True)
+    (row,) = bench_kernels(CPU, DEVICE, torch.float32, SHAPES, ["add_rms_norm"], True)
     assert asked == [(DEVICE, True)]
     assert row.floor_s == row.num_bytes / 2e12  # the best: other processes use a CPU too
 
 
 def test_only_the_named_ops_run():
-    assert {row.op for row in run(only=["swiglu", "greedy"])} == {"swiglu", "greedy"}
+    assert {row.op for row in run(only=["gated_linear", "greedy"])} == {"gated_linear", "greedy"}
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
@@ -76,17 +76,21 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 @pytest.mark.parametrize(
     "wrong, error",
     [
-        (lambda gate_up: CPU.swiglu(gate_up) * 1.01, "relative error 0.01 > 0.0001"),
-        (lambda gate_up: CPU.swiglu(gate_up) * float("nan"), "relative error inf > 0.0001"),
-        (lambda gate_up: CPU.swiglu(gate_up)[:, :-1], "shape (16, 23), not (16, 24)"),
+        (lambda x, weight: CPU.gated_linear(x, weight) * 1.01, "relative error 0.01 > 0.0001"),
+        (lambda x, weight: CPU.gated_linear(x, weight) * float("nan"), "relative error inf > 0.0001"),
+        (lambda x, weight: CPU.gated_linear(x, weight)[:, :-1], "shape (5, 23), not (5, 24)"),
     ],
 )
 def test_a_wrong_op_gets_no_time_and_costs_no_other_its_row(wrong, error):
-    rows = run(dataclasses.replace(CPU, swiglu=wrong), only=["swiglu", "rms_norm"])
+    rows = run(dataclasses.replace(CPU, gated_linear=wrong), only=["gated_linear", "rms_norm"])
     by_op = {row.op: row for row in rows}
-    assert by_op["swiglu"].error == error
-    assert (by_op["swiglu"].timing, by_op["swiglu"].fraction, by_op["swiglu"].speedup) == (None, None, None)
-    assert by_op["swiglu"].num_bytes == 17 * 24 * 3 * 4
+    assert by_op["gated_linear"].error == error
+    assert (by_op["gated_linear"].timing, by_op["gated_linear"].fraction, by_op["gated_linear"].speedup) == (
+        None,
+        None,
+        None,
+    )
+    assert by_op["gated_linear"].num_bytes == (5 * 16 + 48 * 16 + 5 * 24) * 4
     assert by_op["rms_norm"].error is None
 
 
@@ -120,35 +124,35 @@ def test_an_op_that_raises_is_an_error_row():
 
 
 def test_an_op_that_the_backend_lacks_is_one_row_with_the_reason():
-    new_op = KernelOp("fused", ("rms_norm", "linear_swiglu"), OPS[0].cases)
+    new_op = KernelOp("fused", ("rms_norm", "norm_linear"), OPS[0].cases)
     without = dataclasses.replace(CPU, greedy=None)
     (greedy,) = run(without, only=["greedy"])
     (fused,) = run(ops=[new_op])
     assert (greedy.case, greedy.missing) == ("all", "backend cpu has no greedy")
-    assert (fused.missing, fused.error) == ("backend cpu has no linear_swiglu", None)
+    assert (fused.missing, fused.error) == ("backend cpu has no norm_linear", None)
 
 
 def test_calls_rotate_over_more_memory_than_the_cache_holds(monkeypatch):
     monkeypatch.setattr(kernels, "cache_bytes", lambda device: 30 << 20)
-    shapes = dataclasses.replace(SHAPES, num_tokens=(128,), intermediate_size=8192)
+    shapes = dataclasses.replace(SHAPES, num_tokens=(128,), hidden_size=8192)
     addresses = []
 
-    def swiglu(gate_up):
-        addresses.append(gate_up.data_ptr())
-        return CPU.swiglu(gate_up)
+    def add_rms_norm(x, residual, weight, eps):
+        addresses.append(x.data_ptr())
+        return CPU.add_rms_norm(x, residual, weight, eps)
 
-    backend = dataclasses.replace(CPU, swiglu=swiglu)
-    (row,) = bench_kernels(backend, DEVICE, torch.bfloat16, shapes, ["swiglu"], ceilings=CEILINGS)
-    assert row.num_bytes == 128 * 8192 * 3 * 2  # 6 MiB
+    backend = dataclasses.replace(CPU, add_rms_norm=add_rms_norm)
+    (row,) = bench_kernels(backend, DEVICE, torch.bfloat16, shapes, ["add_rms_norm"], ceilings=CEILINGS)
+    assert row.num_bytes == 128 * 8192 * 4 * 2 + 8192 * 2  # 8 MiB and a weight
     timed = addresses[1:]  # the first is the check
-    num_sets = 15  # * 6 MiB = 3 * 30 MiB
+    num_sets = 12  # * 8 MiB = 3 * 30 MiB and more
     assert len(set(timed)) == min(num_sets, len(timed))
     assert all(timed[i] == timed[i - num_sets] for i in range(num_sets, len(timed)))  # always in the same turn
     assert row.rotated
 
 
 def test_small_inputs_are_marked_as_cached():
-    (row,) = run(only=["swiglu"])
+    (row,) = run(only=["gated_linear"])
     assert not row.rotated
 
 

@@ -113,13 +113,13 @@ def test_kernels_that_are_cut_short_keep_their_rows(tmp_path, monkeypatch):
     from pico_vllm.bench.kernel_rows import KernelRow
 
     def cut_short(*args, on_row, **more):
-        on_row(KernelRow("smollm2-135m", "swiglu", "1 token", "cpu", "bfloat16", "cpu", missing="not today"))
+        on_row(KernelRow("smollm2-135m", "gated_linear", "1 token", "cpu", "bfloat16", "cpu", missing="not today"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(kernel_session, "bench_kernels", cut_short)
     with pytest.raises(KeyboardInterrupt):
         kernel_session.run_kernels(None, torch.device("cpu"), out=tmp_path / "k.jsonl", say=lambda line: None)
-    assert [r["op"] for r in read(tmp_path / "k.jsonl")] == ["swiglu"]
+    assert [r["op"] for r in read(tmp_path / "k.jsonl")] == ["gated_linear"]
 
 
 def test_two_engines_of_one_name_need_labels(model_dir, tmp_path):
@@ -280,7 +280,7 @@ def test_a_suite_writes_records_tables_and_plots(model_dir, tmp_path, quick_mach
         with_prefix_caching=True,
     )  # fmt: skip
     monkeypatch.setitem(suite.PRESETS, "cpu", ours)
-    row = KernelRow("tiny", "swiglu", "1 token", "cpu", "bfloat16", "cpu", missing="not today")
+    row = KernelRow("tiny", "gated_linear", "1 token", "cpu", "bfloat16", "cpu", missing="not today")
     monkeypatch.setattr(kernel_session, "bench_kernels", lambda *args, on_row, **more: on_row(row) or [row])
     out = tmp_path / "suite"
     arguments = ("suite", "--preset", "cpu", "--out", out, "--model", model_dir, "--device", "cpu")
@@ -304,12 +304,12 @@ def test_kernels_of_one_op(tmp_path, monkeypatch, capsys):
     measured["matmul_512_bf16_TFLOPs"] = {"median": 0.1, "best": 0.1, "what": ""}
     monkeypatch.setattr(kernels, "measure_ceilings", lambda device, quick: measured)
     out = tmp_path / "k.jsonl"
-    options = ("--only", "swiglu", "--device", "cpu", "--out", out, "--tag", "x")
+    options = ("--only", "rms_norm", "--device", "cpu", "--out", out, "--tag", "x")
     assert command(monkeypatch, "kernels", *options) == 0
     rows = read(out)
-    assert {(r["op"], r["backend"], r["tag"], r["device"]) for r in rows} == {("swiglu", "cpu", "x", "cpu")}
+    assert {(r["op"], r["backend"], r["tag"], r["device"]) for r in rows} == {("rms_norm", "cpu", "x", "cpu")}
     assert all(r["time_us"]["median"] > 0 and r["floor_us"] > 0 and r["error"] is None for r in rows)
-    assert "swiglu" in capsys.readouterr().out
+    assert "rms_norm" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ class RandomExecutor:
 
     def __init__(self, config, model_config, source, **_):
         self.num_blocks = config.cache.num_gpu_blocks_override
+        self.max_num_batched_tokens = config.scheduler.max_num_batched_tokens or 2048
+        self.measured_steps = None
         self.vocab_size = model_config.vocab_size
         self.device_time = DeviceTime()
         self.computes_beside_the_host = False

@@ -288,15 +288,46 @@ def test_a_tied_head_mistaken_for_an_untied_one_is_named(llama_tied):
 
 def test_nan_is_a_failure(qwen2):
     llm = make_llm(qwen2)
-    original = runner_of(llm).backend.swiglu
+    original = runner_of(llm).backend.gated_linear
     calls = iter(range(10**6))
 
-    def poisons(gate_up):
-        out = original(gate_up)
+    def poisons(x, weight):
+        out = original(x, weight)
         return out * float("nan") if next(calls) == 1 else out
 
-    replace_op(llm, swiglu=poisons)
-    assert failure_of(llm) == ("layers.1.activation", "swiglu")
+    replace_op(llm, gated_linear=poisons)
+    assert failure_of(llm) == ("layers.1.activation", "gated_linear")
+
+
+def test_swapped_gate_and_up_rows_are_named(qwen2):
+    """At the product, which the oracle computes once more: it never leaves the op."""
+    llm = make_llm(qwen2)
+    gate, up = runner_of(llm).parameters["layers.1.gate_up_proj"].to_dense().chunk(2)
+    swapped = runner_of(llm).backend.pack_linear(torch.cat((up, gate)), None)
+    replace_parameter(llm, "layers.1.gate_up_proj", swapped)
+    assert failure_of(llm) == ("layers.1.gate_up_proj", "gated_linear")
+
+
+def in_two_splits(x, weight):
+    """What ``partial_linear`` may return: [2, num_tokens, out_features] fp32."""
+    assert weight.bias is None
+    splits = zip(x.float().chunk(2, dim=1), weight.to_dense().float().chunk(2, dim=1), strict=True)
+    return torch.stack([x_split @ w_split.T for x_split, w_split in splits])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_partial_sums_pass(qwen2, dtype):
+    llm = make_llm(qwen2, dtype=dtype)
+    replace_op(llm, partial_linear=in_two_splits)
+    assert check(llm).passes
+
+
+@pytest.mark.parametrize("name", ["o_proj", "down_proj"])
+def test_a_partial_sum_that_is_left_out_is_named(qwen2, name):
+    llm = make_llm(qwen2)
+    target = runner_of(llm).parameters[f"layers.1.{name}"]
+    replace_op(llm, partial_linear=lambda x, weight: in_two_splits(x, weight)[: 1 if weight is target else 2])
+    assert failure_of(llm) == (f"layers.1.{name}", "partial_linear")
 
 
 def test_wrong_tokens_are_a_failure_although_every_point_passes(qwen2):

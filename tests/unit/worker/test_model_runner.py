@@ -164,7 +164,7 @@ def test_an_op_is_swapped_between_two_steps_of_a_request(checkpoint, expected):
     llm = make_llm(checkpoint)
     llm.engine.add_request("r", PROMPTS[0], greedy(6))
     found = []
-    for backend in (CPU, dataclasses.replace(CPU, swiglu=REFERENCE.swiglu), REFERENCE, CPU, REFERENCE, CPU):
+    for backend in (CPU, dataclasses.replace(CPU, gated_linear=REFERENCE.gated_linear), REFERENCE, CPU, REFERENCE, CPU):
         runner_of(llm).set_backend(backend)
         found += [token_id for delta in llm.engine.step() for token_id in delta.new_token_ids]
     assert found == expected[0]
@@ -187,8 +187,8 @@ def test_a_recording_backend_sees_every_op_of_a_step_and_changes_nothing(checkpo
     llm.engine.add_request("r", PROMPTS[0], greedy(1))
     (delta,) = llm.engine.step()
     assert list(delta.new_token_ids) == expected[0][:1]
-    layer = ["linear", "rotary_embedding_and_store_kv", "paged_attention", "linear", "add_rms_norm"]
-    layer += ["linear", "swiglu", "linear", "add_rms_norm"]
+    layer = ["linear", "rotary_embedding_and_store_kv", "paged_attention", "partial_linear", "add_rms_norm"]
+    layer += ["gated_linear", "partial_linear", "add_rms_norm"]
     assert seen == ["prepare_attention", "embedding", "rms_norm", *layer * 3, "linear", "greedy"]
 
 

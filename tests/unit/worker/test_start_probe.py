@@ -58,6 +58,8 @@ def runner(checkpoint):
 def small_sizes(monkeypatch):
     monkeypatch.setattr(cuda_graph, "DECODE_SIZES", (1, 2, 4, 8))
     monkeypatch.setattr(cuda_graph, "PROMPT_SIZES", (8, 16, 32))
+    monkeypatch.setattr(cuda_graph, "MIXED_SIZES", (16, 32))
+    monkeypatch.setattr(cuda_graph, "MIXED_DECODES", (8,))
 
 
 def make_probe(runner, backend=None, **limits):
@@ -74,9 +76,11 @@ def captures(runner, kv_caches, record, *, trial=False):
         block_table_rows=runner._rows.block_table_rows,
         last_token_ids=runner._rows.last_token_ids,
         max_num_seqs=16,
+        max_num_batched_tokens=100,
         max_model_len=64,
         block_size=16,
         fill_decode_inputs=fill_decode_inputs_reference,
+        ring=runner._ring,
         record=record,
         trial=trial,
     )
@@ -98,9 +102,9 @@ def test_everything_that_was_measured_is_put_aside(runner):
     assert meter.calls == ["reset_peak", "peak", *["used"] * 6]
     assert (budget.weights, budget.other) == (300 * MIB, 400 * MIB)
     assert budget.activations == 500 * MIB
-    assert budget.graphs == (110 + 4 * 5) * MIB  # 7 captures; two of them were measured with their pools
+    assert budget.graphs == (110 + 4 * 7) * MIB  # 9 captures; two of them were measured with their pools
     assert budget.tables == 9 * 16 * VOCAB_SIZE
-    assert budget.kv_cache == 4096 * MIB - 700 * MIB - 500 * MIB - 130 * MIB - 9 * 16 * VOCAB_SIZE - MARGIN_BYTES
+    assert budget.kv_cache == 4096 * MIB - 700 * MIB - 500 * MIB - 138 * MIB - 9 * 16 * VOCAB_SIZE - MARGIN_BYTES
 
 
 def test_the_runner_plans_with_its_own_caches_and_captures(runner, monkeypatch, caplog):
@@ -119,7 +123,7 @@ def test_the_runner_plans_with_its_own_caches_and_captures(runner, monkeypatch, 
     meter = Meter(used=[700, 720, 800, 830, 834, 700], peak=1200)
     budget = runner._plan_memory(EngineConfig.from_options(gpu_memory_utilization=0.25), make_probe(runner), meter)
     assert seen == [({TRIAL_BLOCKS}, True)]
-    assert (budget.usable, budget.weights, budget.graphs) == (2048 * MIB, 300 * MIB, (110 + 4 * 5) * MIB)
+    assert (budget.usable, budget.weights, budget.graphs) == (2048 * MIB, 300 * MIB, (110 + 4 * 7) * MIB)
     assert f"memory of cpu: {budget}" in caplog.text
 
 
@@ -147,16 +151,16 @@ def test_a_pass_that_does_not_fit_is_a_config_error(runner, monkeypatch):
 def test_a_trial_captures_the_largest_of_each_kind_and_one_more(runner):
     recorded = []
 
-    def record(run):
+    def record(run, run_shallow):
         result = run()
         recorded.append(len(result))
         return result, lambda: None
 
     with torch.inference_mode():
         graphs = captures(runner, runner.kv_caches, record, trial=True)
-        assert (recorded, graphs.num_captures) == ([8, 8, 8], 7)  # hidden rows: 8 decodes, prompts of 8 sequences
-        assert (list(graphs._decodes), list(graphs._prompts)) == ([8], [32, 8])
-        assert captures(runner, runner.kv_caches, rerun).num_captures == 7
+        assert (recorded, graphs.num_captures) == ([8, 16, 8], 9)  # wanted rows: of 8 decodes, and of 8 prompts
+        assert (list(graphs._decodes), list(graphs._mixed)) == ([8], [(32, 8), (8, 0)])
+        assert captures(runner, runner.kv_caches, rerun).num_captures == 9
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ OPS: tuple[KernelOp, ...] = (
     KernelOp("embedding", ("embedding",), tokens.embedding_cases),
     KernelOp("rms_norm", ("rms_norm",), tokens.rms_norm_cases),
     KernelOp("add_rms_norm", ("add_rms_norm",), tokens.add_rms_norm_cases),
-    KernelOp("swiglu", ("swiglu",), tokens.swiglu_cases),
     KernelOp("linear", ("pack_linear", "linear"), linear.linear_cases),
+    KernelOp("partial_linear", ("pack_linear", "partial_linear"), linear.partial_linear_cases),
+    KernelOp("gated_linear", ("pack_linear", "gated_linear"), linear.gated_linear_cases),
     KernelOp(
         "rotary_embedding_and_store_kv",
         ("prepare_attention", "rotary_embedding_and_store_kv"),

@@ -1,4 +1,4 @@
-"""Ops that treat each token by itself: embedding, norms, rotation, SwiGLU.
+"""Ops that treat each token by itself: embedding and norms.
 
 Operations are counted as the formula is written (a root, an exponential and a division are one each); none of these ops
 comes near the ceiling of arithmetic.
@@ -153,41 +153,6 @@ def _add_rms_norm_case(num_tokens: int, hidden_size: int, dtype: torch.dtype) ->
         compared=rows_of(num_tokens),
         baselines=(Baseline("add_ + F.rms_norm", bind_torch),),
         changed=("residual",),
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------- SwiGLU
-def swiglu_cost(num_tokens: int, intermediate_size: int, element_bytes: int) -> Cost:
-    """Gate and up in, y out; exp, sum, division and two products an element of y."""
-    y = num_tokens * intermediate_size
-    return Cost(2 * y * element_bytes, y * element_bytes, 5 * y)
-
-
-def swiglu_cases(shapes: KernelShapes, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """On the output of the fused gate and up projection."""
-    for num_tokens in shapes.num_tokens:
-        yield _swiglu_case(num_tokens, shapes.intermediate_size, dtype)
-
-
-def _swiglu_case(num_tokens: int, intermediate_size: int, dtype: torch.dtype) -> KernelCase:
-    def make(device: torch.device) -> Tensors:
-        return {"gate_up": normal(generator(device), num_tokens, 2 * intermediate_size, dtype=dtype)}
-
-    def bind(backend: KernelBackend, t: Tensors) -> BoundCall:
-        return lambda: (backend.swiglu(t["gate_up"]),)
-
-    def bind_torch(t: Tensors) -> BoundCall:
-        gate, up = t["gate_up"].chunk(2, dim=-1)
-        return lambda: (F.silu(gate) * up,)
-
-    return KernelCase(
-        name=tokens_name(num_tokens),
-        cost=swiglu_cost(num_tokens, intermediate_size, dtype.itemsize),
-        make=make,
-        bind=bind,
-        expected=lambda t: (REFERENCE.swiglu(t["gate_up"][spread(num_tokens)].double()),),
-        compared=rows_of(num_tokens),
-        baselines=(Baseline("F.silu * up", bind_torch),),
     )
 
 

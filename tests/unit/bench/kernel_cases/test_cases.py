@@ -1,5 +1,7 @@
 """Every case of every op: inputs, oracle, in-place drift, and that torch's baseline computes the same thing."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -57,6 +59,25 @@ def test_both_backends_and_torch_agree_with_the_oracle(case):
     on_cpu = [baseline for baseline in case.baselines if "SDPA " not in baseline.name]  # others: a GPU's kernels
     assert len(on_cpu) == 1
     assert_near(case, on_cpu[0].bind(another_copy(inputs, 0))(), oracle)
+
+
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_partial_sums_are_compared_added_up(num_rows):
+    (op,) = (op for op in OPS if op.name == "partial_linear")
+    case = next(op.cases(dataclasses.replace(TINY, linear_tokens=(num_rows,)), torch.bfloat16))
+
+    def in_splits(x, weight):
+        w = weight.to_dense()
+        return torch.stack([x[:, i::3].float() @ w[:, i::3].float().T for i in range(3)])
+
+    inputs = case.make(DEVICE)
+    backend = dataclasses.replace(REFERENCE, partial_linear=in_splits)
+    (actual,), (truth,) = case.compared(case.bind(backend, inputs)()), case.expected(inputs)
+    assert actual.shape == (min(num_rows, 16), 16)
+    assert relative_error(actual, truth) < 1e-5  # nothing was rounded to bf16
+    without_last = dataclasses.replace(REFERENCE, partial_linear=lambda x, weight: in_splits(x, weight)[:2])
+    (wrong,) = case.compared(case.bind(without_last, inputs)())
+    assert relative_error(wrong, truth) > 0.1
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -120,14 +141,17 @@ def test_the_rows_with_targets_are_there():
         "8192 new, causal",
         "512 new on 8192 cached",
     ]
-    for op in ("add_rms_norm", "swiglu", "rotary_embedding_and_store_kv"):
+    for op in ("add_rms_norm", "rotary_embedding_and_store_kv"):
         assert names[op] == ["1 token", "256 tokens", "8192 tokens"]
     assert "256 x 151936" in names["greedy"]
     assert "256 x 151936, top-k 50, top-p 0.9" in names["sample"]
-    linears = names["linear"]
-    assert len(linears) == 5 * 9
-    assert linears[0] == "qkv 1536 x 2048, M = 1"
-    assert linears[-1] == "lm_head 1536 x 151936, M = 8192"
+    rows = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+    for op, products in {
+        "linear": ("qkv 1536 x 2048", "lm_head 1536 x 151936"),
+        "partial_linear": ("o 1536 x 1536", "down 8960 x 1536"),
+        "gated_linear": ("gate_up 1536 x 2 x 8960",),
+    }.items():
+        assert names[op] == [f"{product}, M = {num_rows}" for product in products for num_rows in rows]
 
 
 def test_quick_shapes_have_one_size_each():

@@ -18,13 +18,11 @@ HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4, "element_bytes": 2}
         (tokens.rms_norm_cost(3, 8, 2), Cost(64, 48, 96)),
         # (2 * 3 * 8 + 8) * 2 B; 2 * 24 * 2 B; 5 * 24
         (tokens.add_rms_norm_cost(3, 8, 2), Cost(112, 96, 120)),
-        # 3 tokens * (5 heads + 1 row of cos and sin) * 4 * 2 B; 3 * 5 * 4 * 2 B; 30 pairs * 6
-        # 3 * 16 * 2 B; 3 * 8 * 2 B; 5 * 24
-        (tokens.swiglu_cost(3, 8, 2), Cost(96, 48, 120)),
         # (3 * 8 + 8 * 16 + 16) * 2 B; 3 * 16 * 2 B; 2 * 3 * 8 * 16 + 3 * 16
         (linear.linear_cost(3, 8, 16, True, 2), Cost(336, 96, 816)),
         (linear.linear_cost(3, 8, 16, False, 2), Cost(304, 96, 768)),
-        # 2 (K, V) * 3 tokens * 2 heads * 4 * 2 B + 3 slots * 4 B; the same without slots
+        # (3 * 8 + 2 * 16 * 8) * 2 B; 3 * 16 * 2 B; 2 * 3 * 8 * 32 + 5 * 48
+        (linear.gated_linear_cost(3, 8, 16, 2), Cost(560, 96, 1776)),
         # 3 tokens x (3 + 2 * 2 heads) x 4 = 84 numbers in and out, 12 of cos and sin, 3 slots; 60 are rotated.
         (rotary_and_store.rotary_and_store_cost(3, 3, 2, 4, 2), Cost(168 + 24 + 12, 168, 180)),
         # decode, 2 sequences of 5: q 2 * 6 * 4 * 2 B = 96, K and V 2 * 2 * 5 * 2 * 4 * 2 B = 320; 10 pairs * 4 * 24

@@ -1,0 +1,122 @@
+"""Launch shapes of the products of few tokens: tiles, and into how many splits the inputs go.
+
+Host arithmetic on shapes alone; knows nothing of Triton. A fixed choice for every number of tokens (one tile, one
+split) would be made here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from dataclasses import dataclass
+
+
+class Product(enum.Enum):
+    """What becomes of a product, as far as a launch shape depends on it."""
+
+    WHOLE = enum.auto()
+    PARTIAL = enum.auto()
+    GATED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Shape of one launch.
+
+    Attributes:
+        block_m: tokens, 1 or a power of two from 16 on.
+        block_n, block_k: outputs (of each half, if gated) and inputs of a tile.
+        num_warps, num_stages: as Triton means them.
+        max_splits: programs that share the inputs of one output at most.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int = 1
+    max_splits: int = 1
+
+    def split(self, in_features: int) -> int:
+        """Inputs of a program: a multiple of block_k."""
+        tiles = -(-in_features // self.block_k)
+        return -(-tiles // self.max_splits) * self.block_k
+
+    def num_splits(self, in_features: int) -> int:
+        """Programs that share the inputs of an output; none is empty."""
+        return -(-in_features // self.split(in_features))
+
+
+#: Tokens from which cuBLAS is faster for every product.
+MAX_ROWS = 64
+#: Products with so many inputs have shapes of their own (down projections), and so have those with so many outputs
+#: (lm_head).
+_LONG, _WIDE = 4096, 32768
+
+#: (kind, long or wide) → by growing block_m; past the last, cuBLAS. Tuned one by one inside the whole captured decode
+#: step of Qwen2.5-1.5B on an H200, 600 tokens of context (benchmarks/results/h200_linear_tuning.json has every
+#: candidate). The step takes, in µs, with these / with cuBLAS everywhere: 1,080 / 1,570 at 1 token, 1,545 / 1,830 at
+#: 16, 1,685 / 1,820 at 32, 1,860 / 2,000 at 64.
+_SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
+    (Product.WHOLE, False): (
+        LinearConfig(1, block_n=8, block_k=2048, num_warps=4),
+        LinearConfig(16, block_n=32, block_k=256, num_warps=4, num_stages=3),
+        LinearConfig(32, block_n=32, block_k=256, num_warps=4, num_stages=3),
+    ),
+    (Product.WHOLE, True): (
+        LinearConfig(1, block_n=4, block_k=512, num_warps=4),
+        LinearConfig(16, block_n=128, block_k=64, num_warps=4, num_stages=4),
+        LinearConfig(32, block_n=64, block_k=128, num_warps=4, num_stages=3),
+    ),
+    (Product.PARTIAL, False): (
+        LinearConfig(1, block_n=4, block_k=2048, num_warps=2),
+        LinearConfig(16, block_n=32, block_k=256, num_warps=4, num_stages=3, max_splits=2),
+        LinearConfig(32, block_n=64, block_k=128, num_warps=4, num_stages=3, max_splits=4),
+        LinearConfig(64, block_n=64, block_k=128, num_warps=4, num_stages=3, max_splits=4),
+    ),
+    (Product.PARTIAL, True): (
+        LinearConfig(1, block_n=4, block_k=2048, num_warps=4, max_splits=2),
+        LinearConfig(16, block_n=64, block_k=256, num_warps=4, num_stages=3, max_splits=5),
+        LinearConfig(32, block_n=64, block_k=128, num_warps=8, num_stages=4, max_splits=5),
+        LinearConfig(64, block_n=64, block_k=128, num_warps=4, num_stages=4, max_splits=5),
+    ),
+    (Product.GATED, False): (
+        LinearConfig(1, block_n=4, block_k=512, num_warps=2),
+        LinearConfig(16, block_n=64, block_k=64, num_warps=4, num_stages=4),
+        LinearConfig(32, block_n=64, block_k=64, num_warps=4, num_stages=4),
+        LinearConfig(64, block_n=64, block_k=64, num_warps=4, num_stages=3),
+    ),
+}
+
+
+@functools.cache
+def choose_linear(
+    kind: Product, num_rows: int, out_features: int, in_features: int, architecture: int
+) -> LinearConfig | None:
+    """The shape for so many tokens; None = cuBLAS is faster.
+
+    Args:
+        kind: of the product.
+        num_rows: tokens, at least 1.
+        out_features: of the result: of a gated product half of the weight's rows.
+        in_features: of the weight.
+        architecture: of the device; 90 is sm_90.
+    """
+    is_special = {
+        Product.WHOLE: out_features >= _WIDE,
+        Product.PARTIAL: in_features >= _LONG,
+        Product.GATED: False,
+    }[kind]
+    fitting = (shape for shape in _SHAPES[kind, is_special] if num_rows <= shape.block_m)
+    config = next(fitting, None)
+    if config is None:
+        return None
+    block_k = min(config.block_k, max(16, _next_power_of_2(in_features)))
+    # Tuned for 227 KB of shared memory; others have 99.
+    num_stages = config.num_stages if architecture == 90 else min(config.num_stages, 2)
+    return dataclasses.replace(config, block_k=block_k, num_stages=num_stages)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

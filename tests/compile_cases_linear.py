@@ -1,0 +1,49 @@
+"""The products of few tokens at every shape of Qwen2.5-1.5B, SmolLM2-135M and Qwen3-0.6B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_cases import CompileCase
+from linear_shapes import MODELS, ProductShape
+from pico_vllm.kernels import linear_triton
+from pico_vllm.kernels.linear_config import LinearConfig, Product, choose_linear
+
+
+def compile_cases(architecture: int) -> list[CompileCase]:
+    """One case a number of tokens at which the launch shape changes, a product and a model; bf16."""
+    return [
+        _case(f"linear {model} {shape.name}", shape, num_rows, config, architecture)
+        for model, shapes in MODELS.items()
+        for shape in shapes
+        for num_rows in (1, 16, 32, 64)
+        if (config := choose_linear(shape.kind, num_rows, shape.out_features, shape.in_features, architecture))
+    ]
+
+
+def _case(name: str, shape: ProductShape, num_rows: int, config: LinearConfig, architecture: int) -> CompileCase:
+    one_row = num_rows == 1
+    kernel = linear_triton._one_row_kernel if one_row else linear_triton._few_rows_kernel
+    constexprs: dict[str, Any] = {
+        "IN_FEATURES": shape.in_features,
+        "SPLIT": config.split(shape.in_features),
+        "HAS_BIAS": shape.has_bias,
+        "IS_PARTIAL": shape.kind is Product.PARTIAL,
+        "IS_GATED": shape.kind is Product.GATED,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "PDL": architecture >= 90,
+    }
+    integers = {"out_features": "i32"}
+    if not one_row:
+        constexprs |= {"BLOCK_M": config.block_m, "NUM_STAGES": config.num_stages}
+        integers |= {"num_rows": "i32", "x_stride": "i32"}
+    y = "*fp32" if shape.kind is Product.PARTIAL else "*bf16"
+    return CompileCase(
+        name=f"{name} {num_rows} tokens",
+        kernel=kernel,
+        signature={"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "y": y} | integers,
+        constexprs=constexprs,
+        divisible=("out_features",) if one_row else ("out_features", "x_stride"),
+        num_warps=config.num_warps,
+    )

@@ -1,0 +1,135 @@
+import dataclasses
+
+import pytest
+
+from linear_shapes import MODELS, ProductShape
+from pico_vllm.kernels import linear_config
+from pico_vllm.kernels.linear_config import MAX_ROWS, LinearConfig, Product, choose_linear
+
+ARCHITECTURES = (80, 90, 100, 120)
+#: Bytes that a program can have: those of sm_90, and of sm_120, the smallest.
+SHARED_BYTES = {90: 227 * 1024, 80: 99 * 1024, 100: 99 * 1024, 120: 99 * 1024}
+EVERY_SHAPE = [pytest.param(shape, id=f"{model}-{shape.name}") for model in MODELS for shape in MODELS[model]]
+QKV, O_PROJ, GATE_UP, DOWN, LM_HEAD = MODELS["Qwen2.5-1.5B"]
+
+
+def choose(shape: ProductShape, num_rows: int, architecture: int = 90) -> LinearConfig | None:
+    return choose_linear(shape.kind, num_rows, shape.out_features, shape.in_features, architecture)
+
+
+@pytest.mark.parametrize(
+    "block_k, max_splits, in_features, split, num_splits",
+    [
+        (2048, 1, 1536, 2048, 1),
+        (2048, 2, 8960, 6144, 2),  # 5 tiles: 3 and 2
+        (256, 5, 8960, 1792, 5),  # 35 tiles: 7 each
+        (128, 5, 8960, 1792, 5),
+        (256, 2, 1536, 768, 2),
+        (128, 4, 1536, 384, 4),
+        (128, 4, 1537, 512, 4),  # 13 tiles: 4 + 4 + 4 + 1
+        (128, 4, 640, 256, 3),  # 5 tiles: 2 + 2 + 1, the fourth would be empty
+        (128, 4, 128, 128, 1),
+        (16, 5, 1, 16, 1),
+    ],
+)
+def test_inputs_are_split_into_whole_tiles_by_hand(block_k, max_splits, in_features, split, num_splits):
+    config = LinearConfig(16, block_n=64, block_k=block_k, num_warps=4, max_splits=max_splits)
+    assert (config.split(in_features), config.num_splits(in_features)) == (split, num_splits)
+
+
+@pytest.mark.parametrize("max_splits", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("block_k", [16, 128, 2048])
+@pytest.mark.parametrize("in_features", [1, 63, 128, 129, 1536, 8959, 8960, 8961])
+def test_no_split_is_empty_and_together_they_are_all_inputs(in_features, block_k, max_splits):
+    config = LinearConfig(16, block_n=64, block_k=block_k, num_warps=4, max_splits=max_splits)
+    split, num_splits = config.split(in_features), config.num_splits(in_features)
+    assert split % block_k == 0
+    assert 1 <= num_splits <= max_splits
+    assert (num_splits - 1) * split < in_features <= num_splits * split
+
+
+@pytest.mark.parametrize(
+    "shape, num_rows, block_m",
+    [
+        (QKV, 1, 1),
+        (QKV, 2, 16),
+        (QKV, 16, 16),
+        (QKV, 17, 32),
+        (QKV, 32, 32),
+        (QKV, 33, None),
+        (O_PROJ, 33, 64),
+        (O_PROJ, 64, 64),
+        (O_PROJ, 65, None),
+        (GATE_UP, 64, 64),
+        (GATE_UP, 65, None),
+        (DOWN, 64, 64),
+        (DOWN, 65, None),
+        (LM_HEAD, 1, 1),
+        (LM_HEAD, 32, 32),
+        (LM_HEAD, 33, None),
+    ],
+)
+def test_the_smallest_tile_that_holds_all_tokens_is_taken_then_cublas(shape, num_rows, block_m):
+    config = choose(shape, num_rows)
+    assert (None if config is None else config.block_m) == block_m
+
+
+def test_a_tile_is_found_up_to_the_bound_and_for_no_token_beyond_it():
+    largest = max(config.block_m for shapes in linear_config._SHAPES.values() for config in shapes)
+    assert largest == MAX_ROWS
+
+
+def test_long_and_wide_products_have_shapes_of_their_own():
+    tuned = linear_config._SHAPES
+    assert choose(DOWN, 16) == tuned[Product.PARTIAL, True][1]
+    assert choose(O_PROJ, 16) == tuned[Product.PARTIAL, False][1]
+    assert choose(LM_HEAD, 16) == tuned[Product.WHOLE, True][1]
+    assert choose(QKV, 16) == tuned[Product.WHOLE, False][1]
+    assert choose_linear(Product.PARTIAL, 16, 1536, 4095, 90) == tuned[Product.PARTIAL, False][1]
+    assert choose_linear(Product.PARTIAL, 16, 1536, 4096, 90) == tuned[Product.PARTIAL, True][1]
+
+
+def test_few_inputs_take_a_tile_no_longer_than_they_need():
+    assert choose_linear(Product.PARTIAL, 1, 576, 576, 90).block_k == 1024
+    assert choose_linear(Product.PARTIAL, 1, 7, 3, 90).block_k == 16
+    assert choose_linear(Product.PARTIAL, 1, 7, 1, 90).block_k == 16
+    assert choose_linear(Product.PARTIAL, 1, 1536, 1536, 90).block_k == 2048
+
+
+def test_stages_are_fewer_where_there_is_less_shared_memory():
+    on_h200, elsewhere = choose(DOWN, 32, 90), choose(DOWN, 32, 120)
+    assert (on_h200.num_stages, elsewhere.num_stages) == (4, 2)
+    assert dataclasses.replace(elsewhere, num_stages=4) == on_h200
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("shape", EVERY_SHAPE)
+def test_tiles_of_real_models_fit_and_no_split_is_empty(shape, num_rows, architecture):
+    config = choose(shape, num_rows, architecture)
+    if config is None:
+        assert shape.kind is Product.WHOLE and num_rows > 32
+        return
+    assert num_rows <= config.block_m
+    num_splits = config.num_splits(shape.in_features)
+    assert num_splits == 1 or shape.kind is Product.PARTIAL  # nobody would add them up
+    assert (num_splits - 1) * config.split(shape.in_features) < shape.in_features
+    weights = config.block_n * (2 if shape.kind is Product.GATED else 1)
+    if config.block_m == 1:  # in registers, fp32 products beside them
+        assert weights * config.block_k <= 128 * 32 * config.num_warps
+    else:
+        tile_bytes = 2 * (weights + config.block_m) * config.block_k
+        assert tile_bytes * config.num_stages <= SHARED_BYTES[architecture]
+
+
+@pytest.mark.parametrize("config", [config for shapes in linear_config._SHAPES.values() for config in shapes])
+def test_tiles_are_powers_of_two_that_a_matrix_product_takes(config):
+    sizes = (config.block_m, config.block_n, config.block_k)
+    assert all(size & (size - 1) == 0 for size in sizes)
+    assert config.block_m == 1 or all(size >= 16 for size in sizes)
+    assert config.num_warps in (1, 2, 4, 8) and 1 <= config.num_stages <= 4
+
+
+@pytest.mark.parametrize("shapes", linear_config._SHAPES.values())
+def test_shapes_are_listed_by_growing_number_of_tokens(shapes):
+    assert [config.block_m for config in shapes] == [1, 16, 32, 64][: len(shapes)]
