@@ -1,5 +1,6 @@
 """CUDA graphs on a GPU: the same tokens and logits as eager steps, at every border of every size, under load."""
 
+import itertools
 import random
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import tiny_models
 from engine_runs import greedy
 from pico_vllm import LLM, SamplingParams
-from pico_vllm.worker.cuda_graph import DECODE_SIZES, PROMPT_SIZES
+from pico_vllm.worker.cuda_graph import DECODE_SIZES, MIXED_SIZES, PROMPT_SIZES, mixed_sizes
 
 OPTIONS = {"device": "cuda", "dtype": "float32", "max_num_seqs": 48, "num_gpu_blocks_override": 2000}
 
@@ -40,7 +41,10 @@ def outputs(llm, prompts, params):
 
 
 def assert_same(graphs, eager, prompts, params):
-    ours, theirs = outputs(graphs, prompts, params), outputs(eager, prompts, params)
+    assert_equal(outputs(graphs, prompts, params), outputs(eager, prompts, params))
+
+
+def assert_equal(ours, theirs):
     assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
     for (ids, a), (_, b) in zip(ours, theirs, strict=True):
         assert a == pytest.approx(b, abs=1e-4 * len(ids))
@@ -63,6 +67,57 @@ def test_prompts_at_the_borders_of_sizes(graphs, eager, border, beside):
     rng = random.Random(border)
     prompts = [[rng.randrange(2, 290) for _ in range(border + beside)]]
     assert_same(graphs, eager, prompts, greedy(3, logprobs=0))
+
+
+def run_joined(llm, decoding, joining):
+    """(ids, sum of logprobs) of each request; those of ``joining`` come when the others have decoded for a step."""
+    engine, found = llm.engine, {}
+    numbers = itertools.count()
+
+    def add(prompts):
+        for prompt in prompts:
+            engine.add_request(str(next(numbers)), prompt, greedy(6, logprobs=0))
+
+    add(decoding)
+    for step in range(20):
+        if step == 2:
+            add(joining)
+        for delta in engine.step():
+            if delta.final is not None:
+                output = delta.final.outputs[0]
+                found[int(delta.request_id)] = (output.token_ids, output.cumulative_logprob)
+    return [found[i] for i in range(len(decoding) + len(joining))]
+
+
+@pytest.mark.parametrize("border", [size for size in MIXED_SIZES if size < 400])
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+@pytest.mark.parametrize("num_decodes", [1, 7, 8, 9, 31, 32, 33, 40])
+@pytest.mark.parametrize("num_prompts", [1, 2, 8])
+def test_mixed_steps_at_the_borders_of_sizes(graphs, eager, monkeypatch, border, beside, num_decodes, num_prompts):
+    rng = random.Random(border + num_decodes)
+    num_prompt_tokens = border + beside - num_decodes
+    if num_prompt_tokens < num_prompts:
+        pytest.skip("no such step")
+    decoding = [[rng.randrange(2, 290) for _ in range(rng.randrange(1, 30))] for _ in range(num_decodes)]
+    cuts = sorted(rng.sample(range(1, num_prompt_tokens), num_prompts - 1))
+    lengths = [end - start for start, end in itertools.pairwise([0, *cuts, num_prompt_tokens])]
+    if max(lengths) > 240:
+        pytest.skip("longer than the model")
+    joining = [[rng.randrange(2, 290) for _ in range(length)] for length in lengths]
+    runner_graphs = graphs.engine.core.executor.runner._graphs
+    used, mixed = [], runner_graphs.mixed
+    monkeypatch.setattr(runner_graphs, "mixed", lambda size, step: used.append(size) or mixed(size, step))
+    assert_equal(run_joined(graphs, decoding, joining), run_joined(eager, decoding, joining))
+    fitting = [s for s in mixed_sizes(2048, 48) if s.num_tokens >= border + beside and s.num_decodes >= num_decodes]
+    assert used[-1] == fitting[0]
+
+
+def test_chunks_beside_decodes_are_replayed(checkpoint, eager):
+    """Of prompts that are longer than a step, with blocks that begin in any step."""
+    rng = random.Random(5)
+    llm = LLM(str(checkpoint), **(OPTIONS | {"max_num_batched_tokens": 64, "block_size": 4}))
+    prompts = [[rng.randrange(2, 290) for _ in range(rng.randrange(1, 200))] for _ in range(40)]
+    assert_same(llm, eager, prompts, greedy(30, logprobs=0))
 
 
 def test_padding_and_unused_blocks_never_matter(graphs, eager):

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import tiny_models
-from engine_runs import greedy, make_llm
+from engine_runs import greedy, make_llm, with_graphs
 from kernel_implementations import RUNS_TRITON, TRITON_DEVICE
 from pico_vllm import SamplingParams, cli
 from pico_vllm.oracle.verify import verify
+from pico_vllm.worker import cuda_graph
 
 if not RUNS_TRITON:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
@@ -49,6 +50,25 @@ def test_greedy_and_sampled_tokens_are_those_of_torchs_ops(checkpoint):
     outputs = [make_llm(checkpoint, **options).generate(prompts, params) for options in (OPTIONS, {"backend": "cpu"})]
     ids = [[output.outputs[0].token_ids for output in of_backend] for of_backend in outputs]
     assert ids[0] == ids[1]
+
+
+def test_captured_passes_on_tritons_kernels_give_the_tokens_of_torchs_ops(checkpoint, monkeypatch):
+    """Decodes, prompts, and both together, with padding of every kind and NaN in every unused block."""
+    from pico_vllm.kernels.decode_inputs_triton import fill_decode_inputs_triton
+
+    sizes = {"DECODE_SIZES": (4,), "PROMPT_SIZES": (16,), "MIXED_SIZES": (16,), "MIXED_DECODES": (4,)}
+    for name, value in sizes.items():
+        monkeypatch.setattr(cuda_graph, name, value)
+    options = {"max_num_batched_tokens": 16, "block_size": 4, "max_model_len": 64}
+    prompts = [[7, 8, 9], [10] * 4, list(range(2, 22))]  # the last one in chunks, the second of them beside decodes
+    expected = make_llm(checkpoint, backend="cpu", **options).generate(prompts, greedy(3))
+    llm = make_llm(checkpoint, enforce_eager=True, **options, **OPTIONS)
+    used = with_graphs(llm, fill_decode_inputs_triton)
+    for kv_cache in llm.engine.core.executor.runner.kv_caches:
+        kv_cache.fill_(float("nan"))
+    outputs = llm.generate(prompts, greedy(3))
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    assert used == [("prompt", 16), ("mixed", 16, 4), ("decode", 4), ("decode", 4)]
 
 
 def test_verify_takes_the_backend_from_the_command_line(checkpoint, monkeypatch, capsys):

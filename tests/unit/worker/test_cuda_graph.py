@@ -7,15 +7,13 @@ what was captured is tests/gpu's.
 import random
 
 import pytest
-import torch
 
 import tiny_models
-from engine_runs import greedy, make_llm
+from engine_runs import greedy, make_llm, with_graphs
 from pico_vllm import SamplingParams
 from pico_vllm.kernels.attention_config import choose_prefill, num_prefill_splits, select_config
-from pico_vllm.kernels.decode_inputs import fill_decode_inputs_reference
 from pico_vllm.worker import cuda_graph
-from pico_vllm.worker.cuda_graph import CudaGraphRunner, mixed_sizes, rerun
+from pico_vllm.worker.cuda_graph import mixed_sizes
 
 PROMPTS = [[5, 6, 7], [9] * 20, [11, 3] * 8, list(range(20, 53)), [42]]
 
@@ -35,40 +33,6 @@ def small_sizes(monkeypatch):
     monkeypatch.setattr(cuda_graph, "MIXED_DECODES", (2, 6))
     monkeypatch.setattr(cuda_graph, "PROMPT_MAX_SEQS", 3)
     monkeypatch.setattr(cuda_graph, "PROMPT_MAX_SEQ_LEN", 64)
-
-
-def with_graphs(llm):
-    """Give an engine on the CPU its captures.
-
-    Returns:
-        What each step runs on, filled as they run: ("decode", n), ("prompt", tokens), ("mixed", tokens, decodes) or
-        ("eager", tokens).
-    """
-    runner = llm.engine.core.executor.runner
-    with torch.inference_mode():
-        runner._graphs = graphs = CudaGraphRunner(
-            runner._model,
-            runner.kv_caches,
-            block_table_rows=runner._rows.block_table_rows,
-            last_token_ids=runner._rows.last_token_ids,
-            max_num_seqs=llm.engine.config.scheduler.max_num_seqs,
-            max_num_batched_tokens=llm.engine.config.scheduler.max_num_batched_tokens,
-            max_model_len=llm.engine.core.limits.max_model_len,
-            block_size=llm.engine.config.cache.block_size,
-            fill_decode_inputs=fill_decode_inputs_reference,
-            record=rerun,
-        )
-    used = []
-    decode, mixed, build = graphs.decode, graphs.mixed, runner._rows.build
-
-    def run_mixed(size, *args):
-        used.append(("mixed", *size) if size.num_decodes else ("prompt", size.num_tokens))
-        return mixed(size, *args)
-
-    graphs.decode = lambda size, *args: used.append(("decode", size)) or decode(size, *args)
-    graphs.mixed = run_mixed
-    runner._rows.build = lambda step: used.append(("eager", step.num_tokens)) or build(step)
-    return used
 
 
 def ids(outputs):
