@@ -70,7 +70,7 @@ def test_prompts_at_the_borders_of_sizes(graphs, eager, border, beside):
 
 
 def run_joined(llm, decoding, joining):
-    """(ids, sum of logprobs) of each request; ``joining`` come when the others have been decoding for a step."""
+    """(ids, sum of logprobs) of each request; those of ``joining`` come when the others have decoded for a step."""
     engine, found = llm.engine, {}
     numbers = itertools.count()
 
