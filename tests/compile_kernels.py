@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -56,7 +57,14 @@ def all_cases(capability: int) -> dict[str, CompileCase]:
 
 
 def compile_case(case: CompileCase, capability: int) -> Resources:
-    """Compile for one architecture; raises what Triton raises."""
+    """What a kernel needs on one architecture; raises what Triton raises."""
+    kernel = compiled(case, capability)
+    registers, stack = registers_and_stack(kernel.asm["cubin"])
+    return Resources(kernel.metadata.shared, registers, stack)
+
+
+def compiled(case: CompileCase, capability: int) -> Any:
+    """The kernel for one architecture, with its ``asm`` and ``metadata``; raises what Triton raises."""
     arguments = case.kernel.arg_names
     unknown = set(case.signature) | set(case.constexprs) | set(case.divisible)
     assert unknown <= set(arguments), f"{case.name}: {unknown - set(arguments)} are no arguments"
@@ -75,9 +83,7 @@ def compile_case(case: CompileCase, capability: int) -> Resources:
         "num_stages": case.num_stages,
         "enable_fp_fusion": case.enable_fp_fusion,
     }
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, stack = registers_and_stack(kernel.asm["cubin"])
-    return Resources(kernel.metadata.shared, registers, stack)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:

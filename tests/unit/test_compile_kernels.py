@@ -1,6 +1,7 @@
 """What ``nox -s compile`` refuses, on numbers by hand; the compiling itself is that session's."""
 
 import os
+import re
 
 import pytest
 
@@ -8,7 +9,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels that are interpreted can't be compiled", allow_module_level=True)
 
 import compile_kernels
-from compile_kernels import ALLOWED_SPILLS, OTHERS, SHARED_MEMORY, Resources, all_cases, compile_and_judge, complaint
+from compile_kernels import (
+    ALLOWED_SPILLS,
+    OTHERS,
+    SHARED_MEMORY,
+    Resources,
+    all_cases,
+    compile_and_judge,
+    compiled,
+    complaint,
+)
 
 
 @pytest.mark.parametrize(("capability", "kib"), [(80, 163), (90, 227), (100, 227), (120, 99)])
@@ -38,6 +48,34 @@ def test_a_kernel_that_compiles_tells_what_it_needs():
     name, capability, resources, why = compile_and_judge("apply_bitmask", 90)
     assert (name, capability, why) == ("apply_bitmask", 90, None)
     assert resources is not None and 0 < resources.registers <= 255
+
+
+@pytest.mark.parametrize(
+    ("name", "num_kinds_before"),
+    [
+        ("linear Qwen2.5-1.5B qkv 1 tokens", 1),
+        ("linear Qwen2.5-1.5B qkv 16 tokens", 1),
+        ("linear SmolLM2-135M gate_up 64 tokens", 1),
+        ("linear Qwen2.5-1.5B down 32 tokens", 1),
+        ("add_rms_norm-bf16-1536-5_splits", 1),
+        ("rms_norm-bf16-1536", 0),
+        ("swiglu-bf16", 0),
+        ("rotary_embedding_and_store_kv-bf16-16x8x128-qk_norm", 0),
+    ],
+)
+def test_a_kernel_that_is_launched_early_reads_nothing_but_weights_before_it_waits(name, num_kinds_before):
+    """By the PTX: one kind of load at most before the wait, and no store. The products mark weights as evict_first."""
+    before, wait, after = compiled(all_cases(90)[name], 90).asm["ptx"].partition("griddepcontrol.wait")
+    assert wait and "griddepcontrol.launch_dependents" in before
+    loads = set(re.findall(r"ld\.global[.\w:]*|cp\.async\.c\w*", before))
+    assert len(loads) == num_kinds_before, loads
+    if name.startswith("linear"):
+        assert all("evict_first" in load for load in loads)
+    assert "st.global" not in before and "st.global" in after
+
+
+def test_a_kernel_is_not_launched_early_where_the_architecture_cannot():
+    assert "griddepcontrol" not in compiled(all_cases(80)["rms_norm-bf16-1536"], 80).asm["ptx"]
 
 
 def test_a_kernel_that_does_not_compile_is_a_complaint(monkeypatch):

@@ -28,7 +28,8 @@ class TensorParallelGroup:
         """Sum ``partial`` over the ranks, add it to the residual stream, and normalise.
 
         Args:
-            partial: [num_tokens, hidden_size], this rank's share of a row-parallel product.
+            partial: [num_tokens, hidden_size], this rank's share of a row-parallel product, or
+                [num_splits, num_tokens, hidden_size] fp32 (``partial_linear``).
             residual: [num_tokens, hidden_size], equal on all ranks; may be overwritten.
             weight: [hidden_size] of the norm.
             eps: of the norm.

@@ -90,6 +90,16 @@ _SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
 }
 
 
+def shape_class(kind: Product, out_features: int, in_features: int) -> tuple[Product, bool]:
+    """What shapes are tuned for: (kind, whether it is a long one, if partial, or a wide one, if whole)."""
+    is_special = {
+        Product.WHOLE: out_features >= _WIDE,
+        Product.PARTIAL: in_features >= _LONG,
+        Product.GATED: False,
+    }
+    return kind, is_special[kind]
+
+
 @functools.cache
 def choose_linear(
     kind: Product, num_rows: int, out_features: int, in_features: int, architecture: int
@@ -103,13 +113,8 @@ def choose_linear(
         in_features: of the weight.
         architecture: of the device; 90 is sm_90.
     """
-    is_special = {
-        Product.WHOLE: out_features >= _WIDE,
-        Product.PARTIAL: in_features >= _LONG,
-        Product.GATED: False,
-    }[kind]
-    fitting = (shape for shape in _SHAPES[kind, is_special] if num_rows <= shape.block_m)
-    config = next(fitting, None)
+    shapes = _SHAPES[shape_class(kind, out_features, in_features)]
+    config = next((shape for shape in shapes if num_rows <= shape.block_m), None)
     if config is None:
         return None
     block_k = min(config.block_k, max(16, _next_power_of_2(in_features)))

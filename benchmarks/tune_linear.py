@@ -1,0 +1,315 @@
+"""Launch shapes of the products of few tokens, one product at a time inside a whole decode step.
+
+    python benchmarks/tune_linear.py --out tuning.json       (one GPU; about 10 minutes a number of tokens)
+
+A product that is timed alone finds the device empty; in a step it starts while its predecessor ends. So every candidate
+is timed as part of the captured decode step of a Qwen2.5-1.5B with random weights, 600 tokens of context a sequence:
+first every candidate of a product, the others as they are, then the best five once more. A candidate is checked against
+the reference first. The winners go into ``kernels/linear_config.py``; the run that the present ones came from is
+benchmarks/results/h200_linear_tuning.json.
+
+``--ablate`` adds what the step saves when an operation is left out. ``--device cpu`` tries all of this with a tiny
+model in Triton's interpreter (TRITON_INTERPRET=1), where the times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from pico_vllm.bench.cuda_timing import time_on_cuda
+from pico_vllm.bench.kernels import MAX_RELATIVE_ERROR, relative_error
+from pico_vllm.bench.timing import Budget, Rotation, time_on_host
+from pico_vllm.config import ModelConfig
+from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
+from pico_vllm.environment import collect_environment
+from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.kernels import linear_triton
+from pico_vllm.kernels.backend import KernelBackend
+from pico_vllm.kernels.linear import LinearWeight, linear_reference
+from pico_vllm.kernels.linear_config import LinearConfig, Product, choose_linear, shape_class
+from pico_vllm.kernels.swiglu import swiglu_reference
+from pico_vllm.kernels.triton_backend import TRITON
+from pico_vllm.models.qwen2 import Qwen2ForCausalLM
+from pico_vllm.models.weights import ParameterPlace, dummy_parameters
+from pico_vllm.worker.kv_cache_memory import allocate_kv_caches
+
+BLOCK_SIZE = 16
+WHAT = (
+    "Launch shapes of few-token products, by number of tokens. 'rows': a shape -> µs of the whole captured decode step "
+    "with it, fastest first. A shape is tokens x outputs x inputs of a tile, into how many splits the inputs go, "
+    "warps, stages. 'final_us': the step with 'shapes'; 'cublas_us': with cuBLAS for every product; 'ablation_us': "
+    "what the step saves when an operation is left out."
+)
+QWEN2_5_1_5B = ModelConfig(
+    "Qwen2ForCausalLM", 151936, 1536, 8960, 28, 12, 2, 128, 32768, tie_word_embeddings=True, qkv_bias=True
+)
+TINY = ModelConfig("Qwen2ForCausalLM", 96, 64, 80, 2, 2, 1, 32, 1024, tie_word_embeddings=True, qkv_bias=True)
+
+#: (kind, long or wide) → what to try. At one token a program keeps its tile in registers: no stages.
+_Class = tuple[Product, bool]
+Table = dict[_Class, LinearConfig | None]
+_ONE_ROW: dict[_Class, dict[str, tuple[int, ...]]] = {
+    (Product.WHOLE, False): {"block_n": (2, 4, 8, 16), "block_k": (512, 2048), "num_warps": (2, 4, 8)},
+    (Product.WHOLE, True): {"block_n": (4, 8, 16), "block_k": (512, 2048), "num_warps": (4, 8)},
+    (Product.PARTIAL, False): {"block_n": (2, 4, 8, 16), "block_k": (512, 2048), "num_warps": (2, 4, 8)}
+    | {"max_splits": (1, 3)},
+    (Product.PARTIAL, True): {"block_n": (4, 8, 16), "block_k": (512, 1024, 2048), "num_warps": (4, 8)}
+    | {"max_splits": (2, 3, 5, 9)},
+    (Product.GATED, False): {"block_n": (1, 2, 4, 8), "block_k": (512, 2048), "num_warps": (1, 2, 4, 8)},
+}
+_FEW_ROWS: dict[_Class, dict[str, tuple[int, ...]]] = {
+    (Product.WHOLE, False): {"block_n": (16, 32, 64), "block_k": (128, 256, 512), "num_stages": (2, 3)},
+    (Product.WHOLE, True): {"block_n": (64, 128), "block_k": (64, 128, 256), "num_stages": (3, 4)},
+    (Product.PARTIAL, False): {"block_n": (32, 64), "block_k": (128, 256, 512), "num_stages": (3,)}
+    | {"max_splits": (2, 3, 4, 6, 12)},
+    (Product.PARTIAL, True): {"block_n": (32, 64), "block_k": (128, 256), "num_stages": (3, 4)}
+    | {"max_splits": (4, 5, 7, 9, 12)},
+    (Product.GATED, False): {"block_n": (16, 32, 64), "block_k": (64, 128, 256), "num_stages": (2, 3, 4)},
+}
+_OPS: dict[Product, str] = {
+    Product.WHOLE: "linear",
+    Product.PARTIAL: "partial_linear",
+    Product.GATED: "gated_linear",
+}
+
+
+def main() -> None:
+    """Tune at each number of tokens, write the record, print the best three of each product."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 32, 64])
+    parser.add_argument("--max-candidates", type=int, help="of each product, at most; default: all")
+    parser.add_argument("--ablate", action="store_true", help="also leave out one operation after the other")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    args = parser.parse_args()
+    on_gpu = args.device != "cpu"
+    if on_gpu:
+        step = DecodeStep(QWEN2_5_1_5B, torch.bfloat16, torch.device("cuda", 0), context=600)
+    else:
+        step = DecodeStep(TINY, torch.float16, torch.device("cpu"), context=20)
+    record: dict[str, Any] = {"what": WHAT, "environment": dataclasses.asdict(collect_environment()), "tokens": {}}
+    for num_tokens in args.tokens:
+        found = tune(step, num_tokens, args.max_candidates, ablate=args.ablate)
+        record["tokens"][num_tokens] = found
+        args.out.write_text(json.dumps(record, indent=1, ensure_ascii=False, default=str) + "\n")
+        print(f"{num_tokens} tokens: {found['final_us']:.1f} µs, with cuBLAS alone {found['cublas_us']:.1f}")
+        for name, rows in found["rows"].items():
+            print(f"  {name}:", *(f"{us:.1f} ({shape})" for shape, us in list(rows.items())[:3]))
+
+
+def candidates(product: _Class, num_tokens: int) -> list[LinearConfig]:
+    """Shapes that keep a thread's share of the weights in its registers and all stages in shared memory."""
+    block_m = 1 if num_tokens == 1 else max(16, 1 << (num_tokens - 1).bit_length())
+    grid = {"num_warps": (4, 8)} | (_ONE_ROW if block_m == 1 else _FEW_ROWS)[product]
+    configs = [
+        LinearConfig(block_m, **dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())
+    ]
+    halves = 2 if product[0] is Product.GATED else 1
+
+    def fits(config: LinearConfig) -> bool:
+        a_thread = halves * config.block_n * config.block_k // (32 * config.num_warps)
+        tile_bytes = 2 * (halves * config.block_n + block_m) * config.block_k
+        return 8 <= a_thread <= 128 and (block_m == 1 or tile_bytes * config.num_stages <= 200 << 10)
+
+    return [config for config in configs if fits(config)]
+
+
+class DecodeStep:
+    """The decode step of a model with random weights, in any batch, with any backend."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, context: int) -> None:
+        self.config = config
+        self.device = device
+        self._dtype = dtype
+        self._context = context
+        place = ParameterPlace(dtype, device, TRITON.pack_linear)
+        self._parameters = dummy_parameters(Qwen2ForCausalLM.parameter_specs(config), place)
+
+    @property
+    def weights(self) -> dict[str, tuple[Product, LinearWeight]]:
+        """Name → (kind, a weight): the products of the first layer, and the head."""
+        kinds = {"gate_up": Product.GATED, "down": Product.PARTIAL, "qkv": Product.WHOLE, "o": Product.PARTIAL}
+        found = {}
+        for name, kind in {**kinds, "lm_head": Product.WHOLE}.items():
+            weight = self._parameters[f"layers.0.{name}_proj" if name in kinds else name]
+            assert isinstance(weight, LinearWeight)
+            found[name] = kind, weight
+        return found
+
+    def seconds(self, num_tokens: int, backend: KernelBackend = TRITON) -> float:
+        """Of one step, in a CUDA graph on a GPU; raises what a launch raises."""
+        model = Qwen2ForCausalLM(
+            self.config, self._parameters, max_model_len=1024, backend=backend, group=TensorParallelGroup(backend)
+        )
+        batch, kv_caches = self._inputs(num_tokens)
+        with torch.inference_mode():
+            rotation = Rotation([lambda: backend.greedy(model.lm_head(model.hidden_rows(batch, kv_caches)))])
+            if self.device.type == "cpu":
+                return time_on_host(rotation, Budget(0.0, 1, 0.0)).median_s
+            timing = time_on_cuda(rotation, self.device)
+        if timing.mode != "graph":
+            raise RuntimeError("the step was not captured")
+        return timing.median_s
+
+    def tokens(self, num_tokens: int, in_features: int) -> torch.Tensor:
+        """Normal numbers [num_tokens, in_features]."""
+        generator = torch.Generator(self.device).manual_seed(num_tokens)
+        return torch.randn(num_tokens, in_features, generator=generator, device=self.device).to(self._dtype)
+
+    def _inputs(self, num_tokens: int) -> tuple[ForwardBatch, list[torch.Tensor]]:
+        def ints(values: torch.Tensor) -> torch.Tensor:
+            return values.to(self.device, torch.int32)
+
+        blocks_a_row = -(-self._context // BLOCK_SIZE)
+        tables = torch.arange(num_tokens * blocks_a_row).view(num_tokens, blocks_a_row)
+        position = self._context - 1
+        batch = ForwardBatch(
+            input_ids=ints(torch.arange(num_tokens) % self.config.vocab_size),
+            positions=ints(torch.full((num_tokens,), position)),
+            slot_mapping=ints(tables[:, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE),
+            block_tables=ints(tables),
+            query_start_loc=ints(torch.arange(num_tokens + 1)),
+            seq_lens=ints(torch.full((num_tokens,), self._context)),
+            logits_indices=ints(torch.arange(num_tokens)),
+            num_decode_reqs=num_tokens,
+            max_query_len=1,
+            max_seq_len=1024,
+        )
+        kv_caches = allocate_kv_caches(
+            self.config, num_blocks=tables.numel(), block_size=BLOCK_SIZE, dtype=self._dtype, device=self.device
+        )
+        return batch, [cache.zero_() for cache in kv_caches]
+
+
+@contextmanager
+def choosing(table: Table, num_tokens: int) -> Iterator[None]:
+    """Inside, products of up to ``num_tokens`` take their shapes from ``table``, which may change; None is cuBLAS."""
+
+    def choose(kind: Product, num_rows: int, out_features: int, in_features: int, architecture: int) -> Any:
+        return table[shape_class(kind, out_features, in_features)]
+
+    with (
+        patch.object(linear_triton, "choose_linear", choose),
+        patch.object(linear_triton, "MAX_ROWS", num_tokens),
+    ):
+        yield
+
+
+def tune(step: DecodeStep, num_tokens: int, max_candidates: int | None, *, ablate: bool) -> dict[str, Any]:
+    """The best shape of each product, what the step takes with all of them, and every row on the way."""
+    table: Table = {}
+    rows: dict[str, dict[str, float]] = {}
+    with choosing(table, num_tokens):
+        table.update(dict.fromkeys(map(class_of, step.weights.values())))
+        cublas_s = step.seconds(num_tokens)
+        for kind, weight in step.weights.values():  # as they are now
+            shape = class_of((kind, weight))
+            table[shape] = choose_linear(kind, num_tokens, results(kind, weight), weight.in_features, 90)
+        tried = {name: candidates(class_of(product), num_tokens) for name, product in step.weights.items()}
+        for _ in range(2):
+            for name, product in step.weights.items():
+                timed = time_each(step, name, product, tried[name][:max_candidates], table, num_tokens)
+                table[class_of(product)] = timed[0][1]
+                tried[name] = [config for _, config in timed if config is not None][:5]
+                rows.setdefault(name, {shape_name(config): round(1e6 * seconds, 1) for seconds, config in timed})
+        found: dict[str, Any] = {"cublas_us": round(1e6 * cublas_s, 1)}
+        found["final_us"] = round(1e6 * step.seconds(num_tokens), 1)
+        found["shapes"] = {name: shape_name(table[class_of(product)]) for name, product in step.weights.items()}
+        if ablate:
+            found["ablation_us"] = ablation(step, num_tokens)
+    return {**found, "rows": rows}
+
+
+def time_each(
+    step: DecodeStep,
+    name: str,
+    product: tuple[Product, LinearWeight],
+    configs: list[LinearConfig],
+    table: Table,
+    num_tokens: int,
+) -> list[tuple[float, LinearConfig | None]]:
+    """(seconds of the step, shape) of each candidate that works, of the present shape and of cuBLAS; fastest first."""
+    timed: list[tuple[float, LinearConfig | None]] = []
+    for config in dict.fromkeys([table[class_of(product)], None, *configs]):
+        table[class_of(product)] = config
+        try:
+            check(step, *product, num_tokens)
+            timed.append((step.seconds(num_tokens), config))
+        except Exception as error:  # too much shared memory, a shape that Triton doesn't take
+            print(f"  {name}, {shape_name(config)}: {type(error).__name__}: {str(error).strip()[:80]}")
+    return sorted(timed, key=lambda row: row[0])
+
+
+def check(step: DecodeStep, kind: Product, weight: LinearWeight, num_tokens: int) -> None:
+    """Raise unless the op gives what the reference gives, as near as ``bench kernels`` wants it."""
+    x = step.tokens(num_tokens, weight.in_features)
+    y = getattr(TRITON, _OPS[kind])(x, weight)
+    actual = y if y.dim() == 2 else y.sum(dim=0)
+    truth = linear_reference(x.float(), weight)
+    error = relative_error(actual, swiglu_reference(truth) if kind is Product.GATED else truth)
+    if error > MAX_RELATIVE_ERROR[actual.dtype]:
+        raise ArithmeticError(f"relative error {error:.2g}")
+
+
+def ablation(step: DecodeStep, num_tokens: int) -> dict[str, float]:
+    """µs that the step saves without an operation: it gives what it gave the first time it was called with a weight."""
+    whole = step.seconds(num_tokens)
+    kept: dict[Any, Any] = {}
+
+    def once(op: Callable[..., Any], is_left_out: Callable[..., bool]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if not is_left_out(*args):
+                return op(*args)
+            key = (op, id(args[1]))
+            if key not in kept:
+                kept[key] = op(*args)
+            return kept[key]
+
+        return call
+
+    def without(*ops: str, is_left_out: Callable[..., bool] = lambda *args: True) -> float:
+        left_out = {name: once(getattr(TRITON, name), is_left_out) for name in ops}
+        return 1e6 * (whole - step.seconds(num_tokens, dataclasses.replace(TRITON, **left_out)))
+
+    saved = {}
+    for name, (kind, weight) in step.weights.items():
+        shape = (weight.out_features, weight.in_features)
+        saved[name] = without(
+            _OPS[kind], is_left_out=lambda x, w, shape=shape: (w.out_features, w.in_features) == shape
+        )
+    for name in ("paged_attention", "rotary_embedding_and_store_kv", "add_rms_norm"):
+        saved[name] = without(name)
+    return {name: round(us, 1) for name, us in saved.items()}
+
+
+def shape_name(config: LinearConfig | None) -> str:
+    """As a row shows it."""
+    if config is None:
+        return "cuBLAS"
+    tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
+    return f"{tile}, splits {config.max_splits}, warps {config.num_warps}, stages {config.num_stages}"
+
+
+def class_of(product: tuple[Product, LinearWeight]) -> _Class:
+    """What its launch shape is chosen by."""
+    kind, weight = product
+    return shape_class(kind, results(kind, weight), weight.in_features)
+
+
+def results(kind: Product, weight: LinearWeight) -> int:
+    """Outputs of a product."""
+    return weight.out_features // (2 if kind is Product.GATED else 1)
+
+
+if __name__ == "__main__":
+    main()

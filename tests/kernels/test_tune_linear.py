@@ -1,0 +1,117 @@
+"""The search of benchmarks/tune_linear.py, with costs of our own in place of a GPU's."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernel_implementations import RUNS_TRITON
+from pico_vllm.kernels import linear_config
+from pico_vllm.kernels.linear_config import LinearConfig, Product
+
+if not RUNS_TRITON:
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+PATH = Path(__file__).parents[2] / "benchmarks" / "tune_linear.py"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tuning():
+    spec = importlib.util.spec_from_file_location("tune_linear", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def step(tuning):
+    return tuning.DecodeStep(tuning.TINY, torch.float16, CPU, context=20)
+
+
+def test_a_step_of_the_tiny_model_runs_with_any_table(tuning, step):
+    table = {(Product.WHOLE, False): None, (Product.PARTIAL, False): LinearConfig(16, 16, 32, 4, 2, 3)}
+    table[Product.GATED, False] = LinearConfig(16, 16, 16, 4)
+    with tuning.choosing(table, 3):
+        for product in step.weights.values():
+            tuning.check(step, *product, 3)
+        assert step.seconds(3) > 0.0
+
+
+def test_a_wrong_product_fails_its_check(tuning, step, monkeypatch):
+    def wrong(x, weight):
+        return 1.1 * tuning.linear_reference(x, weight)
+
+    monkeypatch.setattr(tuning, "TRITON", tuning.dataclasses.replace(tuning.TRITON, linear=wrong))
+    kind, weight = step.weights["qkv"]
+    with pytest.raises(ArithmeticError, match=r"relative error 0\.1"):
+        tuning.check(step, kind, weight, 3)
+
+
+def test_the_search_finds_the_best_shape_of_each_product(tuning, step, monkeypatch):
+    """Costs add up: narrow tiles, few warps and splits are cheap, cuBLAS for whole products. One shape doesn't work."""
+    cublas = {Product.WHOLE: 0.0, Product.PARTIAL: 90.0, Product.GATED: 90.0}
+
+    def config_of(kind):
+        return tuning.linear_triton.choose_linear(kind, 16, 64, 64, 90)
+
+    def seconds(num_tokens, backend=None):
+        costs = [
+            cublas[kind] if config is None else config.block_n + config.num_warps / 100 + config.max_splits / 10
+            for kind, config in ((kind, config_of(kind)) for kind in cublas)
+        ]
+        return 1e-6 * (100 + sum(costs))
+
+    def check(step, kind, weight, num_tokens):
+        config = config_of(kind)
+        if config is not None and (config.block_n, config.num_warps) == (16, 4):
+            raise ValueError("out of resource")
+
+    monkeypatch.setattr(step, "seconds", seconds)
+    monkeypatch.setattr(tuning, "check", check)
+    found = tuning.tune(step, 16, None, ablate=False)
+    assert found["shapes"]["qkv"] == found["shapes"]["lm_head"] == "cuBLAS"
+    assert found["shapes"]["gate_up"].startswith("16x16x") and "warps 8" in found["shapes"]["gate_up"]
+    assert found["shapes"]["o"].startswith("16x32x") and "splits 2, warps 4" in found["shapes"]["o"]
+    assert found["shapes"]["down"] == found["shapes"]["o"]  # the tiny model's are of one class
+    assert found["cublas_us"] == 280.0
+    assert found["final_us"] == round(100 + (32 + 0.04 + 0.2) + (16 + 0.08 + 0.1), 1)
+    assert all(list(rows.values()) == sorted(rows.values()) for rows in found["rows"].values())
+    assert not any("16x16x" in shape and "warps 4" in shape for rows in found["rows"].values() for shape in rows)
+
+
+def test_the_record_says_where_it_was_made_and_grows_with_each_number_of_tokens(tuning, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def tune(step, num_tokens, max_candidates, *, ablate):
+        asked.append((num_tokens, max_candidates, ablate))
+        return {"final_us": 1.0, "cublas_us": 2.0, "rows": {"qkv": {"cuBLAS": 1.0}}}
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    out = tmp_path / "tuning.json"
+    words = ["tune_linear.py", "--device", "cpu", "--tokens", "1", "2", "--max-candidates", "3", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", words)
+    tuning.main()
+    record = json.loads(out.read_text())
+    assert asked == [(1, 3, False), (2, 3, False)]
+    assert set(record["tokens"]) == {"1", "2"}
+    assert {package["name"] for package in record["environment"]["packages"]} >= {"torch", "triton"}
+    assert "2 tokens: 1.0 µs, with cuBLAS alone 2.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64])
+def test_candidates_hold_all_tokens_and_fit(tuning, num_tokens):
+    for product in linear_config._SHAPES:
+        configs = tuning.candidates(product, num_tokens)
+        assert len(configs) == len(set(configs)) >= 4
+        for config in configs:
+            assert num_tokens <= config.block_m
+            weights = config.block_n * (2 if product[0] is Product.GATED else 1)
+            assert weights * config.block_k <= 128 * 32 * config.num_warps
+            if config.block_m > 1:
+                assert 2 * (weights + config.block_m) * config.block_k * config.num_stages <= 227 << 10
+            if product[0] is not Product.PARTIAL:
+                assert config.max_splits == 1
