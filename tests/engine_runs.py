@@ -128,40 +128,6 @@ def with_graphs(llm: LLM, fill: FillDecodeInputs = fill_decode_inputs_reference)
     return used
 
 
-def with_graphs(llm: LLM, fill: FillDecodeInputs = fill_decode_inputs_reference) -> list[tuple[Any, ...]]:
-    """Give an engine that has none its captures, with `rerun` in the place of CUDA's.
-
-    Returns:
-        What each step runs on, filled as they run: ("decode", n), ("prompt", tokens), ("mixed", tokens, decodes) or
-        ("eager", tokens).
-    """
-    runner = llm.engine.core.executor.runner
-    with torch.inference_mode():
-        runner._graphs = graphs = CudaGraphRunner(
-            runner._model,
-            runner.kv_caches,
-            block_table_rows=runner._rows.block_table_rows,
-            last_token_ids=runner._rows.last_token_ids,
-            max_num_seqs=llm.engine.config.scheduler.max_num_seqs,
-            max_num_batched_tokens=llm.engine.config.scheduler.max_num_batched_tokens,
-            max_model_len=llm.engine.core.limits.max_model_len,
-            block_size=llm.engine.config.cache.block_size,
-            fill_decode_inputs=fill,
-            record=rerun,
-        )
-    used: list[tuple[Any, ...]] = []
-    decode, mixed, build = graphs.decode, graphs.mixed, runner._rows.build
-
-    def run_mixed(size: MixedSize, *args: Any) -> torch.Tensor:
-        used.append(("mixed", *size) if size.num_decodes else ("prompt", size.num_tokens))
-        return mixed(size, *args)
-
-    graphs.decode = lambda size, *args: used.append(("decode", size)) or decode(size, *args)
-    graphs.mixed = run_mixed
-    runner._rows.build = lambda step: used.append(("eager", step.num_tokens)) or build(step)
-    return used
-
-
 class Oracle:
     """transformers on a checkpoint, asked again and again: what it computes for the tokens that the engine chose."""
 

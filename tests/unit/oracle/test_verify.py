@@ -243,23 +243,23 @@ def test_a_wrong_end_of_the_last_layer_is_named(qwen2):
     weight = runner_of(llm).parameters["layers.2.down_proj"]
     scaled = runner_of(llm).backend.pack_linear(weight.to_dense() * 1.01, None)
     replace_parameter(llm, "layers.2.down_proj", scaled)
-    assert failure_of(llm) == ("layers.2.down_proj", "linear")
+    assert failure_of(llm) == ("layers.2.down_proj", "partial_linear")
 
 
 def test_a_fault_of_the_last_layer_at_one_prompt_position_is_named(qwen2):
     """A position that nobody samples from."""
     llm = make_llm(qwen2)
-    original = runner_of(llm).backend.swiglu
+    original = runner_of(llm).backend.gated_linear
     calls = iter(range(10**6))
 
-    def poisons(gate_up):
-        out = original(gate_up)
+    def poisons(x, weight):
+        out = original(x, weight)
         if next(calls) == 2:
             out[-1] *= 1.01  # the first step's wanted rows: sampled ones, then prompt positions
         return out
 
-    replace_op(llm, swiglu=poisons)
-    assert failure_of(llm) == ("layers.2.activation", "swiglu")
+    replace_op(llm, gated_linear=poisons)
+    assert failure_of(llm) == ("layers.2.activation", "gated_linear")
 
 
 def test_residual_rows_of_other_tokens_are_named(qwen2):
@@ -274,7 +274,7 @@ def test_residual_rows_of_other_tokens_are_named(qwen2):
         last.self_attn = lambda *args: attention(*args[:-1], None if args[-1] is None else args[-1].flip(0))
 
     runner_of(llm).set_backend = sets_backend_and_mixes
-    assert failure_of(llm) == ("layers.2.o_proj", "linear")
+    assert failure_of(llm) == ("layers.2.o_proj", "partial_linear")
 
 
 def test_a_tied_head_mistaken_for_an_untied_one_is_named(llama_tied):
