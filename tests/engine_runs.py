@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.kernels.backend import REFERENCE, recording
 from pico_vllm.kernels.decode_inputs import fill_decode_inputs_reference
-from pico_vllm.worker.cuda_graph import CudaGraphRunner, FillDecodeInputs, rerun
+from pico_vllm.worker.cuda_graph import CudaGraphRunner, FillDecodeInputs, ForwardOutput, rerun
 from pico_vllm.worker.mixed_inputs import MixedSize
 
 MAX_LOGPROB_ERROR = 1e-4  # fp32: sums in another order over a few hundred terms, through a few layers
@@ -107,6 +108,7 @@ def with_graphs(llm: LLM, fill: FillDecodeInputs = fill_decode_inputs_reference)
             runner.kv_caches,
             block_table_rows=runner._rows.block_table_rows,
             last_token_ids=runner._rows.last_token_ids,
+            greedy=runner.backend.greedy,
             max_num_seqs=llm.engine.config.scheduler.max_num_seqs,
             max_num_batched_tokens=runner.max_num_batched_tokens,
             max_model_len=llm.engine.core.limits.max_model_len,
@@ -118,11 +120,15 @@ def with_graphs(llm: LLM, fill: FillDecodeInputs = fill_decode_inputs_reference)
     used: list[tuple[Any, ...]] = []
     decode, mixed, build = graphs.decode, graphs.mixed, runner._rows.build
 
-    def run_mixed(size: MixedSize, *args: Any) -> torch.Tensor:
+    def run_mixed(size: MixedSize, *args: Any) -> ForwardOutput:
         used.append(("mixed", *size) if size.num_decodes else ("prompt", size.num_tokens))
         return mixed(size, *args)
 
-    graphs.decode = lambda size, *args: used.append(("decode", size)) or decode(size, *args)
+    def run_decode(rows: np.ndarray, seq_lens: np.ndarray, *args: Any) -> ForwardOutput:
+        used.append(("decode", graphs.decode_size(len(rows), int(seq_lens.max())).num_seqs))
+        return decode(rows, seq_lens, *args)
+
+    graphs.decode = run_decode
     graphs.mixed = run_mixed
     runner._rows.build = lambda step: used.append(("eager", step.num_tokens)) or build(step)
     return used

@@ -33,6 +33,9 @@ SHARED_BYTES_OF_SM120 = 99 * 1024
         (1, 32768, 264),  # 528 programs; 2 tiles each
         (64, 4096, 4),  # 512 programs
         (100, 4096, 2),
+        (100, 1025, 2),
+        (100, 1024, 1),  # halves that aren't worth their merge
+        (60, 1024, 4),
         (256, 1024, 1),  # enough groups by themselves
         (256, 32768, 1),
         (64, 1, 1),

@@ -91,7 +91,7 @@ def _one_row_kernel(
     tl.store(y + outputs, result.to(y.dtype.element_ty), mask=is_output)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     x,
     weight,

@@ -1,13 +1,14 @@
 """CudaGraphRunner: forward passes captured once a size, and replayed with the inputs of a step.
 
 A decode step of one sequence launches some 250 kernels that run for a microsecond or five each; from Python a launch
-costs more than that. A captured pass is one launch. What is captured ends with the hidden rows that the lm_head wants:
-those few last kernels are launched while the graph still runs.
+costs more than that. A captured pass is one launch, from the ids of a step to the ids of the next one: it ends with the
+logits of the wanted rows, the largest of each, and keeps that for the next step. Where somebody wants another choice
+(temperature, penalties, masks), the sampler starts from those logits, and what it chooses counts.
 
 Two kinds:
 
 - decode: one new token for each of up to n sequences, whose ids, positions, slots and block tables are made on the
-  device of three numbers a sequence (``decode_inputs``);
+  device of three numbers a sequence (``decode_inputs``). Captured twice: shaped for short contexts, and for any;
 - mixed: up to d such decodes, and a few sequences with ids from the host (prompts and chunks of them) after them, n
   tokens in all. A prompt pass is one with d = 0.
 
@@ -20,14 +21,16 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.kernels.attention_config import SHORT_CONTEXT
 from pico_vllm.kernels.decode_inputs import DecodeInputs
 from pico_vllm.worker.mixed_inputs import MixedInputs, MixedSize, pack_mixed, packed_length
 
@@ -41,13 +44,15 @@ logger = logging.getLogger(__name__)
 
 #: Sequences of the decode captures, as far as max_num_seqs goes: close together where a row more costs something.
 DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+#: What a decode is shaped for: contexts up to here while all are that short.
+SHORT_DECODES = SHORT_CONTEXT
 #: Tokens of the prompt captures, as far as max_num_batched_tokens goes. Above the last one the GPU is busy for longer
 #: than Python needs to launch.
 PROMPT_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 #: Tokens of the captures with decodes (from 128 on whole tiles of matrix products), and decodes among them: these are
 #: far apart, since room for more of them costs no tokens, only splits of long contexts.
-MIXED_SIZES = (64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-MIXED_DECODES = (8, 32, 64, 128, 256)
+MIXED_SIZES = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
+MIXED_DECODES = (8, 64, 256)
 #: Prompts and chunks of a mixed or prompt capture, and positions of their contexts.
 PROMPT_MAX_SEQS = 8
 PROMPT_MAX_SEQ_LEN = 4095
@@ -55,9 +60,11 @@ PROMPT_MAX_SEQ_LEN = 4095
 #: and unsplit above, where the merge costs a whole prompt more than it gains.
 PROMPT_TYPICAL_SEQ_LEN = 2048
 
-#: Makes a pass repeatable: runs it once and returns (its result, what repeats it into the same tensor). The second
+#: What a pass gives.
+Tensors = tuple[torch.Tensor, ...]
+#: Makes a pass repeatable: runs it once and returns (its results, what repeats it into the same tensors). The second
 #: argument is a short pass that launches every kernel of the first.
-Recorder = Callable[[Callable[[], torch.Tensor], Callable[[], torch.Tensor]], tuple[torch.Tensor, Callable[[], None]]]
+Recorder = Callable[[Callable[[], Tensors], Callable[[], Tensors]], tuple[Tensors, Callable[[], None]]]
 #: Fills the inputs of a decode on the device (see ``kernels.decode_inputs``).
 FillDecodeInputs = Callable[[DecodeInputs, torch.Tensor, torch.Tensor, int], None]
 
@@ -82,9 +89,32 @@ def _sizes_up_to(sizes: Sequence[int], most: int) -> list[int]:
     return [size for size in sizes if size < last] + [last]
 
 
+class DecodeSize(NamedTuple):
+    """What a decode has room for; sizes of fewer sequences come first, then those of shorter ones."""
+
+    num_seqs: int
+    seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """What a forward pass gives of its wanted rows; that of a captured one is valid until the next pass.
+
+    Attributes:
+        hidden: [L, hidden_size], normalised.
+        logits: [S, vocab_size] of the sampled rows, which come first; None = not computed yet.
+        greedy_ids: [S] int64, their largest logits, kept for the next step already; None = not chosen yet.
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    greedy_ids: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    hidden: torch.Tensor  # [num_rows, hidden_size]
+    hidden: torch.Tensor  # [num_wanted, hidden_size]
+    greedy_ids: torch.Tensor  # [num_wanted] int64
     replay: Callable[[], None]
 
 
@@ -96,7 +126,8 @@ class CudaGraphRunner:
         kv_caches: of all layers.
         block_table_rows: [num_rows, max_blocks] int32, the block table of each device row. Row 0 is used while
             capturing, with block 0.
-        last_token_ids: [num_rows] int32, the last sampled id of each row.
+        last_token_ids: [num_rows + 1] int32, the last sampled id of each row, and one that padding writes.
+        greedy: the op.
         max_num_seqs, max_num_batched_tokens, max_model_len, block_size: of the engine.
         fill_decode_inputs: the op for this device.
         record: how a pass is captured; tests without a GPU pass ``rerun``.
@@ -111,6 +142,7 @@ class CudaGraphRunner:
         *,
         block_table_rows: torch.Tensor,
         last_token_ids: torch.Tensor,
+        greedy: Callable[[torch.Tensor], torch.Tensor],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -123,10 +155,14 @@ class CudaGraphRunner:
         start = time.perf_counter()
         device = block_table_rows.device
         self._block_table_rows, self._last_token_ids = block_table_rows, last_token_ids
+        self._padding_row = len(block_table_rows)
+        self._decode_seq_lens = sorted({min(SHORT_DECODES, max_model_len), max_model_len})
         self._block_size, self._max_model_len = block_size, max_model_len
         self._fill = fill_decode_inputs
         self._ring = ring
-        sizes = _sizes_up_to(DECODE_SIZES, max_num_seqs)
+        self._decode_sizes = sizes = _sizes_up_to(DECODE_SIZES, max_num_seqs)
+        #: Sequences of the largest captured decode.
+        self.max_decodes = sizes[-1]
         self._mixed_sizes = mixed_sizes(min(max_num_batched_tokens, max_num_seqs * max_model_len), max_num_seqs)
         self._num_others = min(PROMPT_MAX_SEQS, max_num_seqs)
         self._prompt_seq_len = min(PROMPT_MAX_SEQ_LEN, max_model_len)
@@ -137,33 +173,48 @@ class CudaGraphRunner:
         self._mixed_sent = torch.zeros(longest, dtype=torch.int32, device=device)
         max_seqs = max(sizes[-1], max(size.num_decodes for size in self._mixed_sizes) + self._num_others)
         self._block_tables = torch.zeros(max_seqs, block_table_rows.shape[1], dtype=torch.int32, device=device)
+        # Shared by all captures: tensors of their own would take 2 GB.
+        lm_head = model.lm_head
+        dtype = kv_caches[0].dtype
+        self._logits = torch.empty(max_seqs, lm_head.weight.out_features, dtype=dtype, device=device)
         record = Capturing() if record is None else record
         shallow, shallow_caches = model.outermost_layers(kv_caches)
 
-        def capture(make_batch: Callable[[], ForwardBatch]) -> _Captured:
-            return _Captured(
-                *record(
-                    lambda: model.hidden_rows(make_batch(), kv_caches),
-                    lambda: shallow.hidden_rows(make_batch(), shallow_caches),
-                )
+        def choose(hidden: torch.Tensor, sampled_rows: torch.Tensor) -> Tensors:
+            logits = lm_head(hidden)
+            self._logits[: len(logits)].copy_(logits)
+            greedy_ids = greedy(logits)
+            last_token_ids[sampled_rows] = greedy_ids.to(torch.int32)
+            return hidden, greedy_ids
+
+        def capture(make_batch: Callable[[], ForwardBatch], sampled_rows: torch.Tensor) -> _Captured:
+            (hidden, greedy_ids), replay = record(
+                lambda: choose(model.hidden_rows(make_batch(), kv_caches), sampled_rows),
+                lambda: choose(shallow.hidden_rows(make_batch(), shallow_caches), sampled_rows),
             )
+            return _Captured(hidden, greedy_ids, replay)
 
         # The largest first: the smaller ones then fit into memory that it has left in the graphs' pool.
-        to_mix, to_decode = self._mixed_sizes[::-1], sizes[::-1]
+        to_mix = self._mixed_sizes[::-1]
+        to_decode = [DecodeSize(n, seq_len) for n in sizes[::-1] for seq_len in self._decode_seq_lens]
         #: Of a runner that is no trial.
         self.num_captures = len(to_mix) + len(to_decode)
         if trial:
             to_mix, to_decode = [to_mix[0], to_mix[-1]], to_decode[:1]
-        self._decodes = {size: capture(lambda size=size: self._decode_batch(size)) for size in to_decode}
-        self._mixed = {size: capture(lambda size=size: self._mixed_batch(size)) for size in to_mix}
+        self._decodes = {
+            size: capture(lambda size=size: self._decode_batch(size), self._decode_sent(size.num_seqs)[0])
+            for size in to_decode
+        }
+        self._mixed = {n: capture(lambda n=n: self._mixed_batch(n), self._mixed_views(n).sampled_rows) for n in to_mix}
         logger.info(
             "%d decode and %d prompt and mixed passes captured in %.2f s",
             len(self._decodes), len(self._mixed), time.perf_counter() - start,
         )  # fmt: skip
 
-    def decode_size(self, num_seqs: int) -> int | None:
-        """The smallest captured decode that holds so many sequences; None if there is none."""
-        return min((size for size in self._decodes if size >= num_seqs), default=None)
+    def decode_size(self, num_seqs: int, max_seq_len: int) -> DecodeSize:
+        """The smallest captured decode that holds so many sequences, at most ``max_decodes``, of such lengths."""
+        seq_len = self._decode_seq_lens[max_seq_len > self._decode_seq_lens[0]]
+        return DecodeSize(self._decode_sizes[bisect_left(self._decode_sizes, num_seqs)], seq_len)
 
     def mixed_size(self, step: SchedulerOutput, num_decodes: int) -> MixedSize | None:
         """The smallest captured prompt or mixed pass that holds a step; None if there is none.
@@ -182,27 +233,25 @@ class CudaGraphRunner:
         fitting = (s for s in self._mixed_sizes if s.num_tokens >= needed[0] and s.num_decodes >= needed[1])
         return next(fitting, None)
 
-    def decode(self, size: int, rows: np.ndarray, seq_lens: np.ndarray, new_block_ids: np.ndarray) -> torch.Tensor:
+    def decode(self, rows: np.ndarray, seq_lens: np.ndarray, new_block_ids: np.ndarray) -> ForwardOutput:
         """Run a decode step.
 
         Args:
-            size: from ``decode_size``.
             rows, seq_lens: [S], device row of each sequence, and its length with the new token.
             new_block_ids: [S], the block that begins with the new token, -1 = none.
 
         Returns:
-            [S, hidden_size], valid until the next call.
+            Of all S.
         """
-        num_seqs = len(rows)
-        host = np.zeros((3, size), dtype=np.int32)  # padded: seq_len 0
-        host[0, :num_seqs], host[1, :num_seqs] = rows, seq_lens
+        num_seqs = len(rows)  # at most max_decodes
+        size = self.decode_size(num_seqs, int(seq_lens.max()))
+        host = np.zeros((3, size.num_seqs), dtype=np.int32)  # padded: seq_len 0
+        host[0, :num_seqs], host[0, num_seqs:], host[1, :num_seqs] = rows, self._padding_row, seq_lens
         host[2, :num_seqs], host[2, num_seqs:] = new_block_ids, -1
-        self._ring.send_into(host.reshape(-1), self._sent[: 3 * size])
-        captured = self._decodes[size]
-        captured.replay()
-        return captured.hidden[:num_seqs]
+        self._ring.send_into(host.reshape(-1), self._sent[: 3 * size.num_seqs])
+        return self._replay(self._decodes[size], num_seqs, num_seqs)
 
-    def mixed(self, size: MixedSize, step: HostBatch) -> torch.Tensor:
+    def mixed(self, size: MixedSize, step: HostBatch) -> ForwardOutput:
         """Run a step of decodes and prompts, or of prompts alone.
 
         Args:
@@ -210,19 +259,31 @@ class CudaGraphRunner:
             step: from ``lay_out_mixed``.
 
         Returns:
-            [len(step.logits_indices), hidden_size], valid until the next call.
+            Of the wanted rows.
         """
-        host = pack_mixed(step, size, self._num_others)
+        host = pack_mixed(step, size, self._num_others, self._padding_row)
         self._ring.send_into(host, self._mixed_sent[: len(host)])
-        captured = self._mixed[size]
-        captured.replay()
-        return captured.hidden[: len(step.logits_indices)]
+        return self._replay(self._mixed[size], len(step.logits_indices), len(step.sampled_rows))
 
     # --------------------------------------------------------------------------------------------------- private
-    def _decode_batch(self, size: int) -> ForwardBatch:
-        rows, seq_lens, new_block_ids = self._sent[: 3 * size].view(3, size)
-        input_ids, positions, slot_mapping = self._written[:, :size]
-        block_tables = self._block_tables[:size]
+    def _replay(self, captured: _Captured, num_wanted: int, num_sampled: int) -> ForwardOutput:
+        captured.replay()
+        return ForwardOutput(
+            captured.hidden[:num_wanted], self._logits[:num_sampled], captured.greedy_ids[:num_sampled]
+        )
+
+    def _decode_sent(self, num_seqs: int) -> torch.Tensor:
+        """rows, seq_lens, new_block_ids: [3, num_seqs]."""
+        return self._sent[: 3 * num_seqs].view(3, num_seqs)
+
+    def _mixed_views(self, size: MixedSize) -> MixedInputs[torch.Tensor]:
+        return MixedInputs.views(self._mixed_sent, size, self._num_others)
+
+    def _decode_batch(self, size: DecodeSize) -> ForwardBatch:
+        num_seqs = size.num_seqs
+        rows, seq_lens, new_block_ids = self._decode_sent(num_seqs)
+        input_ids, positions, slot_mapping = self._written[:, :num_seqs]
+        block_tables = self._block_tables[:num_seqs]
         inputs = DecodeInputs(rows, seq_lens, new_block_ids, input_ids, positions, slot_mapping, block_tables)
         self._fill(inputs, self._block_table_rows, self._last_token_ids, self._block_size)
         return ForwardBatch(
@@ -230,16 +291,16 @@ class CudaGraphRunner:
             positions=positions,
             slot_mapping=slot_mapping,
             block_tables=block_tables,
-            query_start_loc=self._arange[: size + 1],
+            query_start_loc=self._arange[: num_seqs + 1],
             seq_lens=seq_lens,
             logits_indices=None,
-            num_decode_reqs=size,
+            num_decode_reqs=num_seqs,
             max_query_len=1,
-            max_seq_len=self._max_model_len,
+            max_seq_len=size.seq_len,
         )
 
     def _mixed_batch(self, size: MixedSize) -> ForwardBatch:
-        sent = MixedInputs.views(self._mixed_sent, size, self._num_others)
+        sent = self._mixed_views(size)
         num_decodes = size.num_decodes
         block_tables = self._block_tables[: num_decodes + self._num_others]
         if num_decodes > 0:
@@ -282,8 +343,8 @@ class Capturing:
         self._stream = torch.cuda.Stream() if stream is None else stream
 
     def __call__(
-        self, run: Callable[[], torch.Tensor], run_shallow: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        self, run: Callable[[], Tensors], run_shallow: Callable[[], Tensors]
+    ) -> tuple[Tensors, Callable[[], None]]:
         """Run a short pass that launches every kernel, then capture the pass."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -296,22 +357,33 @@ class Capturing:
         was_enabled = gc.isenabled()
         gc.disable()  # a tensor of somebody else that is freed meanwhile would break the capture
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                result = run()
+            # Not `torch.cuda.graph`, which empties the allocator's cache before each capture.
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool)
+                try:
+                    results = run()
+                finally:
+                    graph.capture_end()
         finally:
             if was_enabled:
                 gc.enable()
-        return result, graph.replay
+        return results, graph.replay
 
 
-def rerun(
-    run: Callable[[], torch.Tensor], run_shallow: Callable[[], torch.Tensor]
-) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A Recorder without a GPU: repeats by running again, into the first result's memory."""
+def launch_shallow(
+    run: Callable[[], Tensors], run_shallow: Callable[[], Tensors]
+) -> tuple[Tensors, Callable[[], None]]:
+    """A Recorder that captures nothing: every kernel is launched once."""
+    return run_shallow(), lambda: None
+
+
+def rerun(run: Callable[[], Tensors], run_shallow: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
+    """A Recorder without a GPU: repeats by running again, into the first results' memory."""
     run_shallow()
-    result = run().clone()
+    results = tuple(tensor.clone() for tensor in run())
 
     def replay() -> None:
-        result.copy_(run())
+        for result, again in zip(results, run(), strict=True):
+            result.copy_(again)
 
-    return result, replay
+    return results, replay

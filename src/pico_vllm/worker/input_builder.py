@@ -85,6 +85,11 @@ class SamplingBatch:
     num_logprobs: tuple[int, ...] = ()
     prompt_logprobs: PromptLogprobsBatch | None = None
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether all that is wanted are the ids of the largest logits."""
+        return self.random is None and not self.num_logprobs and self.prompt_logprobs is None
+
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
@@ -169,8 +174,9 @@ class InputBuilder:
         #: The block tables on the device, for captured passes; ``_stale_rows`` differ from those of the host.
         self.block_table_rows = torch.zeros((max_num_seqs, max_blocks_per_seq), dtype=torch.int32, device=device)
         self._stale_rows: set[int] = set()
-        #: The last sampled id of each row; written by ``record_sampled``, read by the next step without a host copy.
-        self.last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        #: The last sampled id of each row; written by ``record_sampled`` and by captured passes, read by the next step
+        #: without a host copy. One more, which nobody reads: padding of a captured pass writes it.
+        self.last_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
 
     @property
     def num_rows(self) -> int:

@@ -39,6 +39,7 @@ class MixedInputs(Generic[_Packed]):
         seq_lens, rows: [D + C], length and device row of each sequence.
         new_block_ids: [D], as in ``DecodeInputs``.
         logits_indices: [D + C], the wanted tokens first.
+        sampled_rows: [D + C], the row that each wanted token's next id is kept for; the sampled ones come first.
     """
 
     input_ids: _Packed
@@ -49,6 +50,7 @@ class MixedInputs(Generic[_Packed]):
     rows: _Packed
     new_block_ids: _Packed
     logits_indices: _Packed
+    sampled_rows: _Packed
 
     @classmethod
     def views(cls, packed: _Packed, size: MixedSize, num_others: int) -> MixedInputs[_Packed]:
@@ -65,12 +67,13 @@ def packed_length(size: MixedSize, num_others: int) -> int:
     return sum(map(_aligned, _lengths(size, num_others)))
 
 
-def pack_mixed(step: HostBatch, size: MixedSize, num_others: int) -> np.ndarray:
+def pack_mixed(step: HostBatch, size: MixedSize, num_others: int, padding_row: int) -> np.ndarray:
     """The vector of a step that fits; its first ``len(step.new_block_ids)`` sequences are the decodes.
 
     Args:
         step: from ``InputBuilder.lay_out_mixed``.
         size, num_others: T, D and C.
+        padding_row: that nobody reads.
 
     Returns:
         [packed_length(size, num_others)] int32.
@@ -89,13 +92,15 @@ def pack_mixed(step: HostBatch, size: MixedSize, num_others: int) -> np.ndarray:
         field[:num_decodes], field[first:end] = values[:num_decodes], values[num_decodes:]
     to.new_block_ids[:num_decodes] = step.new_block_ids
     to.logits_indices[: len(step.logits_indices)] = step.logits_indices
+    num_sampled = len(step.sampled_rows)
+    to.sampled_rows[:num_sampled], to.sampled_rows[num_sampled:] = step.sampled_rows, padding_row
     return packed
 
 
 def _lengths(size: MixedSize, num_others: int) -> tuple[int, ...]:
     """Of the fields."""
     num_seqs = size.num_decodes + num_others
-    return *[size.num_tokens] * 3, num_seqs + 1, num_seqs, num_seqs, size.num_decodes, num_seqs
+    return *[size.num_tokens] * 3, num_seqs + 1, num_seqs, num_seqs, size.num_decodes, num_seqs, num_seqs
 
 
 def _aligned(length: int) -> int:

@@ -24,7 +24,7 @@ from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import ParameterPlace, dummy_parameters, load_parameters
 from pico_vllm.scheduler_output import ModelRunnerOutput
-from pico_vllm.worker.cuda_graph import Capturing, CudaGraphRunner
+from pico_vllm.worker.cuda_graph import Capturing, CudaGraphRunner, ForwardOutput, launch_shallow
 from pico_vllm.worker.device_time import DeviceTime
 from pico_vllm.worker.host_ring import HostRing
 from pico_vllm.worker.input_builder import InputBuilder
@@ -114,6 +114,9 @@ class ModelRunner:
             block_size=block_size,
             device=self.device,
         )
+        with self._timed("compile"):
+            if on_gpu and backend.name == "triton":
+                self._compile(config, probe)
         #: What a GPU's memory is for; None on a CPU, and where the size of the KV cache was given.
         self.memory: MemoryBudget | None = None
         with self._timed("memory"):
@@ -202,6 +205,7 @@ class ModelRunner:
             kv_caches,
             block_table_rows=self._rows.block_table_rows,
             last_token_ids=self._rows.last_token_ids,
+            greedy=self.backend.greedy,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self._max_model_len,
@@ -211,6 +215,18 @@ class ModelRunner:
             record=record,
             trial=trial,
         )
+
+    @torch.inference_mode()
+    def _compile(self, config: EngineConfig, probe: StartProbe) -> None:
+        """Compile, in parallel, the kernels of everything that is run from here on, or load them from the disk."""
+        from pico_vllm.kernels.parallel_compile import compiling_only
+
+        trial_caches = self._new_caches(TRIAL_BLOCKS, config.cache.block_size)
+        with compiling_only():
+            probe.launch_everything(trial_caches)
+            if self._captures(config):
+                self._capture(config, trial_caches, launch_shallow)
+        self._rows.last_token_ids.zero_()  # nobody has computed what was written there
 
     @torch.inference_mode()
     def _plan_memory(self, config: EngineConfig, probe: StartProbe, meter: MemoryMeter) -> MemoryBudget:
@@ -292,38 +308,35 @@ class ModelRunner:
     @torch.inference_mode()
     def _start(self, step: SchedulerOutput) -> PendingStep:
         slot = self._ring.begin_step()
-        hidden, sampling = self._forward(step)
-        num_sampled = len(sampling.host_rows)  # behind them are prompt positions whose log-probabilities are wanted
-        logits = self._model.lm_head(hidden[:num_sampled])
+        forward, sampling = self._forward(step)
         if not self.computes_beside_the_host:
             self.device_time.end()
-        return PendingStep(step, slot, logits, hidden[num_sampled:], sampling)
+        return PendingStep(step, slot, forward, sampling)
 
-    def _forward(self, step: SchedulerOutput) -> tuple[torch.Tensor, SamplingBatch]:
+    def _forward(self, step: SchedulerOutput) -> tuple[ForwardOutput, SamplingBatch]:
         """Launch the step's forward pass, captured if a capture holds it.
 
         Returns:
-            Hidden rows of the wanted tokens, and how to sample.
+            What it gives, and how to sample.
         """
         graphs = self._graphs if self._graphs is not None and self.backend is self._captured_backend else None
-        if graphs is None:
-            batch, sampling = self._rows.build(step)
-        else:
+        if graphs is not None:
             num_seqs = len(step.scheduled)
             # Decodes that continue with an id on the device come first; from here on somebody brings ids.
             num_decodes = next((s for s, r in enumerate(step.scheduled) if r.new_token_ids), num_seqs)
-            if num_decodes == num_seqs and (size := graphs.decode_size(num_seqs)) is not None:
+            if num_decodes == num_seqs and num_seqs <= graphs.max_decodes:
                 rows, seq_lens, new_block_ids, sampling = self._rows.lay_out_decode(step)
                 self._launches()
-                return graphs.decode(size, rows, seq_lens, new_block_ids), sampling
+                return graphs.decode(rows, seq_lens, new_block_ids), sampling
             if num_decodes < num_seqs and (size := graphs.mixed_size(step, num_decodes)) is not None:
                 host = self._rows.lay_out_mixed(step, num_decodes)
                 sampling = self._rows.sampling(host)
                 self._launches()
                 return graphs.mixed(size, host), sampling
-            batch, sampling = self._rows.build(step)
+        batch, sampling = self._rows.build(step)
         self._launches()
-        return self._model.hidden_rows(batch, self.kv_caches), sampling
+        hidden = self._model.hidden_rows(batch, self.kv_caches)
+        return ForwardOutput(hidden, self._model.lm_head(hidden[: len(sampling.host_rows)])), sampling
 
     def _launches(self) -> None:
         """The inputs of a step are ready: it goes to the device now."""
@@ -334,27 +347,45 @@ class ModelRunner:
     def _sample(self, pending: PendingStep, grammar: GrammarMasks | None) -> None:
         if not self.computes_beside_the_host:
             self.device_time.begin()
-        slot, logits, hidden, sampling = pending.slot, pending.logits, pending.prompt_hidden, pending.sampling
-        assert slot is not None and logits is not None and hidden is not None and sampling is not None
-
-        def prompt_logits(start: int, end: int) -> torch.Tensor:
-            return self._model.lm_head(hidden[start:end])
-
-        if len(logits) + len(hidden) > 0:
-            masks = None if grammar is None else self._grammar_rows(pending.step, grammar)
-            sampled = self._sampler(logits, sampling, self._rows.logits_processors, masks, prompt_logits)
-            self._rows.record_sampled(sampling, sampled.input_ids)
-            pending.token_ids = slot.fetch_ids(sampled.token_ids)
-            pending.logprobs = self._fetch(slot, sampled.logprobs)
-            pending.prompt_logprobs = self._fetch(slot, sampled.prompt_logprobs)
-            pending.prompt_counts = () if sampling.prompt_logprobs is None else sampling.prompt_logprobs.counts
-            pending.custom_outputs = self._rows.logits_processors.custom_outputs(sampling.host_rows)
-        pending.logits = pending.prompt_hidden = pending.sampling = None  # their memory is the next step's
+        slot, forward, sampling = pending.slot, pending.forward, pending.sampling
+        assert slot is not None and forward is not None and sampling is not None
+        processors = self._rows.logits_processors
+        takes_greedy = sampling.is_greedy and grammar is None and not processors.any_active(sampling.host_rows)
+        if takes_greedy and forward.greedy_ids is not None:
+            pending.token_ids = slot.fetch_ids(forward.greedy_ids)
+        elif len(forward.hidden) > 0:
+            self._choose(pending, slot, forward, sampling, grammar)
+        pending.forward = pending.sampling = None  # their memory is the next step's
         slot.close()
         if not self.computes_beside_the_host:
             self.device_time.end()
         if self.step_observer is not None:
             self.step_observer(pending.step)
+
+    def _choose(
+        self,
+        pending: PendingStep,
+        slot: Slot,
+        forward: ForwardOutput,
+        sampling: SamplingBatch,
+        grammar: GrammarMasks | None,
+    ) -> None:
+        """Sample as it was asked for, and record what was chosen."""
+        assert forward.logits is not None
+        prompt_hidden = forward.hidden[len(sampling.host_rows) :]  # positions whose log-probabilities are wanted
+
+        def prompt_logits(start: int, end: int) -> torch.Tensor:
+            return self._model.lm_head(prompt_hidden[start:end])
+
+        masks = None if grammar is None else self._grammar_rows(pending.step, grammar)
+        processors = self._rows.logits_processors
+        sampled = self._sampler(forward.logits, sampling, processors, masks, prompt_logits)
+        self._rows.record_sampled(sampling, sampled.input_ids)
+        pending.token_ids = slot.fetch_ids(sampled.token_ids)
+        pending.logprobs = self._fetch(slot, sampled.logprobs)
+        pending.prompt_logprobs = self._fetch(slot, sampled.prompt_logprobs)
+        pending.prompt_counts = () if sampling.prompt_logprobs is None else sampling.prompt_logprobs.counts
+        pending.custom_outputs = processors.custom_outputs(sampling.host_rows)
 
     @staticmethod
     def _fetch(slot: Slot, logprobs: LogprobsTensors | None) -> LogprobsTensors | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from pico_vllm.scheduler_output import SchedulerOutput
+    from pico_vllm.worker.cuda_graph import ForwardOutput
     from pico_vllm.worker.host_ring import Slot
     from pico_vllm.worker.input_builder import SamplingBatch
     from pico_vllm.worker.logprobs import LogprobsTensors
@@ -26,8 +27,7 @@ class PendingStep:
     Attributes:
         step: its plan.
         slot: its host memory; None for a step that runs nothing.
-        logits: [S, vocab_size] of the sampled rows, from its launch until it has been sampled.
-        prompt_hidden: [P, hidden_size] of the prompt positions whose log-probabilities are wanted, for as long.
+        forward: of its launch, until it has been sampled.
         sampling: how to sample, for as long.
         token_ids: [S] int64 on the host, from ``sample`` on, valid once the slot has been waited for.
         logprobs, prompt_logprobs: likewise; None where nobody asked.
@@ -36,8 +36,7 @@ class PendingStep:
 
     step: SchedulerOutput
     slot: Slot | None = None
-    logits: torch.Tensor | None = None
-    prompt_hidden: torch.Tensor | None = None
+    forward: ForwardOutput | None = None
     sampling: SamplingBatch | None = None
     token_ids: torch.Tensor | None = None
     logprobs: LogprobsTensors | None = None

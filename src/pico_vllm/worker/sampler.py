@@ -72,7 +72,7 @@ class Sampler:
             assert prompt_logits is not None
             prompt_logprobs = self._prompt_logprobs(prompt_logits, batch.prompt_logprobs)
         if grammar is None and not processors.any_active(batch.host_rows):
-            token_ids = input_ids = self._choose(raw, batch.random)
+            token_ids = input_ids = self.choose(raw, batch.random)
         else:
             processed = raw.to(torch.float32, copy=True)
             if grammar is not None:
@@ -80,12 +80,13 @@ class Sampler:
             processors.apply(processed, batch.host_rows, batch.host_positions, self._backend)
             nothing_left = ~(processed.amax(dim=-1) > float("-inf"))  # or a NaN
             processed.masked_fill_(nothing_left[:, None], 0.0)  # no op has to cope with such a row
-            token_ids = self._choose(processed, batch.random).masked_fill_(nothing_left, -1)
+            token_ids = self.choose(processed, batch.random).masked_fill_(nothing_left, -1)
             input_ids = token_ids.clamp(min=0)
         logprobs = self._logprobs(raw, input_ids, batch.num_logprobs) if batch.num_logprobs else None
         return SamplerOutput(token_ids, input_ids, logprobs, prompt_logprobs)
 
-    def _choose(self, logits: torch.Tensor, params: RandomSampling | None) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, params: RandomSampling | None) -> torch.Tensor:
+        """[S, vocab_size] → [S] int64: the largest logit, or a draw for the rows that ``params`` says."""
         greedy: torch.Tensor = self._backend.greedy(logits)
         if params is None:
             return greedy

@@ -25,7 +25,7 @@ from pico_vllm.worker.sampler import PROMPT_LOGPROBS_ROWS, Sampler
 if TYPE_CHECKING:
     from pico_vllm.kernels.backend import KernelBackend
     from pico_vllm.models.qwen2 import Qwen2ForCausalLM
-    from pico_vllm.worker.cuda_graph import CudaGraphRunner, Recorder
+    from pico_vllm.worker.cuda_graph import CudaGraphRunner, Recorder, Tensors
     from pico_vllm.worker.input_builder import InputBuilder
 
 #: Blocks of the cache on which memory is measured: no step writes into it.
@@ -133,6 +133,21 @@ class StartProbe:
         rows.block_table_rows.zero_()
         return MeasuredSteps(tuple(decode_s), num_tokens, prompt_s)
 
+    def launch_everything(self, trial_caches: list[torch.Tensor]) -> None:
+        """Launch every kernel that eager steps need, on numbers that mean nothing: see ``compiling_only``."""
+        steps = DummySteps(self.max_model_len, len(trial_caches[0]), self.block_size, self.device)
+        shallow, caches = self.model.outermost_layers(trial_caches)
+        sampler = Sampler(self.backend)
+        for num_tokens in sorted({self.max_num_batched_tokens, min(self.max_num_batched_tokens, 4096)}):
+            num_seqs = min(self.max_num_seqs, num_tokens)
+            batch = steps.fullest(num_tokens, num_seqs, num_logits=num_seqs, context=min(self.max_model_len, 1024))
+            shallow.hidden_rows(batch, caches)
+        for num_rows in sorted({1, min(8, self.max_num_seqs), self.max_num_seqs}):
+            hidden = torch.zeros(num_rows, self.model.config.hidden_size, dtype=caches[0].dtype, device=self.device)
+            logits = self.model.lm_head(hidden)
+            for scores in (logits, logits.float()):
+                sampler.choose(scores, _random(num_rows, self.device))
+
     def _run_fullest(self, trial_caches: list[torch.Tensor], rows: InputBuilder) -> None:
         """The fullest step, then logits, penalties, sampling and log-probabilities of as many rows as can want them."""
         steps = DummySteps(self.max_model_len, len(trial_caches[0]), self.block_size, self.device)
@@ -158,14 +173,13 @@ class StartProbe:
         rows: InputBuilder,
         graphs: CudaGraphRunner | None,
     ) -> Callable[[], object]:
-        captured = None if graphs is None else graphs.decode_size(size)
-        if graphs is None or captured is None:
+        if graphs is None or size > graphs.max_decodes:
             batch = steps.decodes(size, context)
             return lambda: self._choose(self.model.hidden_rows(batch, kv_caches))
         tables = steps.block_tables(size, context)
         rows.block_table_rows[:size, : tables.shape[1]] = tables
         device_rows, seq_lens, no_blocks = np.arange(size), np.full(size, context), np.full(size, -1)
-        return lambda: self._choose(graphs.decode(captured, device_rows, seq_lens, no_blocks))
+        return lambda: graphs.decode(device_rows, seq_lens, no_blocks).greedy_ids
 
     def _choose(self, hidden: torch.Tensor) -> torch.Tensor:
         token_ids: torch.Tensor = self.backend.greedy(self.model.lm_head(hidden))
@@ -180,8 +194,8 @@ class MeteredRecorder:
         self._used = [meter.used()]
 
     def __call__(
-        self, run: Callable[[], torch.Tensor], run_shallow: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        self, run: Callable[[], Tensors], run_shallow: Callable[[], Tensors]
+    ) -> tuple[Tensors, Callable[[], None]]:
         """Record, and read the meter."""
         recorded = self._record(run, run_shallow)
         self._used.append(self._meter.used())
@@ -192,14 +206,13 @@ class MeteredRecorder:
         return graph_bytes(self._used, num_captures)
 
 
-def _all_random(num_rows: int, device: torch.device) -> SamplingBatch:
-    """Every row samples with top-k, top-p and min-p, and wants log-probabilities."""
+def _random(num_rows: int, device: torch.device) -> RandomSampling:
+    """Every row samples with top-k, top-p and min-p."""
 
     def full(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device=device)
 
-    numbers = np.arange(num_rows)
-    random = RandomSampling(
+    return RandomSampling(
         greedy=full(0, torch.bool),
         temperature=full(1.0, torch.float32),
         top_k=full(50, torch.int64),
@@ -209,7 +222,12 @@ def _all_random(num_rows: int, device: torch.device) -> SamplingBatch:
         sample_indices=full(0, torch.int64),
         positions=full(0, torch.int64),
     )
-    return SamplingBatch(full(0, torch.int32), numbers * 0, numbers, random, num_logprobs=(1,) * num_rows)
+
+
+def _all_random(num_rows: int, device: torch.device) -> SamplingBatch:
+    """Every row samples, and wants log-probabilities."""
+    rows, numbers = torch.zeros(num_rows, dtype=torch.int32, device=device), np.arange(num_rows)
+    return SamplingBatch(rows, numbers * 0, numbers, _random(num_rows, device), num_logprobs=(1,) * num_rows)
 
 
 def _best(run: Callable[[], object], clock: Clock) -> float:

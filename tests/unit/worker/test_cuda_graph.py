@@ -103,6 +103,48 @@ def test_the_tokens_are_those_of_eager_steps(checkpoint, block_size, options):
     assert {"decode", "prompt", "mixed"} <= kinds if "max_num_batched_tokens" in options else "decode" in kinds
 
 
+def test_decodes_are_captured_for_short_contexts_and_for_any(checkpoint, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "SHORT_DECODES", 40)
+    prompts = [list(range(3, 23)), list(range(9))]  # 20 tokens, and 26 to come
+    expected = ids(make_llm(checkpoint).generate(prompts, greedy(26), use_tqdm=False))
+    llm = make_llm(checkpoint)
+    with_graphs(llm)
+    graphs, lengths = llm.engine.core.executor.runner._graphs, []
+    decode_size = graphs.decode_size
+
+    def noting(*args):
+        size = decode_size(*args)
+        lengths.append((args[1], size.seq_len))
+        return size
+
+    graphs.decode_size = noting
+    assert ids(llm.generate(prompts, greedy(26), use_tqdm=False)) == expected
+    limit = llm.engine.core.limits.max_model_len
+    assert {seq_len: size for seq_len, size in lengths} == {n: 40 if n <= 40 else limit for n in range(21, 46)}
+
+
+@pytest.mark.parametrize("wanted", [{"temperature": 0.9, "seed": 5}, {"logit_bias": {7: 50.0}}, {"logprobs": 2}])
+def test_what_is_not_greedy_starts_from_the_logits_of_the_capture(checkpoint, wanted):
+    """Beside greedy rows; the next step continues with what was sampled, not with the largest logit."""
+    params = [greedy(8), SamplingParams(**({"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | wanted))]
+    expected = make_llm(checkpoint).generate(PROMPTS[:2], params, use_tqdm=False)
+    llm = make_llm(checkpoint)
+    with_graphs(llm)
+    outputs = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    assert ids(outputs) == ids(expected)
+    if "logprobs" in wanted:
+        for output, other in zip(outputs[1].outputs[0].logprobs, expected[1].outputs[0].logprobs, strict=True):
+            assert output == other
+
+
+def test_greedy_steps_of_a_capture_run_no_sampler(checkpoint, monkeypatch):
+    llm = make_llm(checkpoint)
+    with_graphs(llm)
+    runner = llm.engine.core.executor.runner
+    monkeypatch.setattr(runner, "_sampler", None)
+    assert len(llm.generate(PROMPTS[:1], greedy(8), use_tqdm=False)[0].outputs[0].token_ids) == 8
+
+
 def test_unused_blocks_and_padding_never_matter(checkpoint):
     """NaN everywhere in the cache at the start: what padding reads or writes would spread."""
     expected = ids(make_llm(checkpoint).generate(PROMPTS, greedy(20), use_tqdm=False))
@@ -243,10 +285,10 @@ def test_one_sequence_at_a_time_needs_no_mixed_size(checkpoint):
 def test_sizes_of_the_default_engine_by_hand(monkeypatch):
     monkeypatch.undo()
     sizes = mixed_sizes(2048, 256)
-    assert len(sizes) == 17 + 52
-    assert sizes[:6] == [(16, 0), (32, 0), (64, 0), (64, 8), (64, 32), (64, 63)]
-    assert [s.num_decodes for s in sizes if s.num_tokens == 128] == [0, 8, 32, 64, 127]
-    assert [s.num_decodes for s in sizes if s.num_tokens == 2048] == [0, 8, 32, 64, 128, 255]
+    assert len(sizes) == 17 + 29
+    assert sizes[:5] == [(16, 0), (32, 0), (64, 0), (64, 8), (64, 63)]
+    assert [s.num_decodes for s in sizes if s.num_tokens == 128] == [0, 8, 64, 127]
+    assert [s.num_decodes for s in sizes if s.num_tokens == 2048] == [0, 8, 64, 255]
     assert mixed_sizes(16384, 256) == sizes
 
 

@@ -29,7 +29,7 @@ def builder():
 
 def packed(builder, scheduled, num_decodes, size, num_others):
     step = SchedulerOutput(scheduled, num_decodes, sum(request.num_new_tokens for request in scheduled))
-    return pack_mixed(builder.lay_out_mixed(step, num_decodes), size, num_others)
+    return pack_mixed(builder.lay_out_mixed(step, num_decodes), size, num_others, padding_row=8)
 
 
 def test_decodes_and_prompts_stand_in_their_places(builder):
@@ -50,6 +50,7 @@ def test_decodes_and_prompts_stand_in_their_places(builder):
     assert inputs.rows.tolist() == [1, 0, 0, 2, 3, 0, 0]
     assert inputs.new_block_ids.tolist() == [-1, 3, 0]
     assert inputs.logits_indices.tolist() == [0, 1, 5, 0, 0, 0, 0]
+    assert inputs.sampled_rows.tolist() == [1, 0, 3, 8, 8, 8, 8]
 
 
 def test_prompts_alone_and_no_padding(builder):
@@ -60,6 +61,7 @@ def test_prompts_alone_and_no_padding(builder):
     assert inputs.query_start_loc.tolist() == [0, 2, 3]
     assert inputs.seq_lens.tolist() == [2, 1] and inputs.rows.tolist() == [2, 3]
     assert inputs.new_block_ids.tolist() == [] and inputs.logits_indices.tolist() == [1, 2]
+    assert inputs.sampled_rows.tolist() == [2, 3]
 
 
 def test_as_many_decodes_as_there_is_room_for(builder):
@@ -77,4 +79,4 @@ def test_fields_are_disjoint_and_begin_at_whole_16_bytes(size):
     fields = [getattr(inputs, name) for name in MixedInputs.__dataclass_fields__]
     assert all(len(field) == 0 or field[0] % 4 == 0 for field in fields)
     numbers = np.concatenate(fields)
-    assert len(set(numbers.tolist())) == len(numbers) == 3 * size.num_tokens + 5 * size.num_decodes + 4 * 3 + 1
+    assert len(set(numbers.tolist())) == len(numbers) == 3 * size.num_tokens + 6 * size.num_decodes + 5 * 3 + 1

@@ -75,6 +75,7 @@ def captures(runner, kv_caches, record, *, trial=False):
         kv_caches,
         block_table_rows=runner._rows.block_table_rows,
         last_token_ids=runner._rows.last_token_ids,
+        greedy=runner.backend.greedy,
         max_num_seqs=16,
         max_num_batched_tokens=100,
         max_model_len=64,
@@ -152,14 +153,14 @@ def test_a_trial_captures_the_largest_of_each_kind_and_one_more(runner):
     recorded = []
 
     def record(run, run_shallow):
-        result = run()
-        recorded.append(len(result))
-        return result, lambda: None
+        results = run()
+        recorded.append(len(results[0]))
+        return results, lambda: None
 
     with torch.inference_mode():
         graphs = captures(runner, runner.kv_caches, record, trial=True)
         assert (recorded, graphs.num_captures) == ([8, 16, 8], 9)  # wanted rows: of 8 decodes, and of 8 prompts
-        assert (list(graphs._decodes), list(graphs._mixed)) == ([8], [(32, 8), (8, 0)])
+        assert (list(graphs._decodes), list(graphs._mixed)) == ([(8, 64)], [(32, 8), (8, 0)])
         assert captures(runner, runner.kv_caches, rerun).num_captures == 9
 
 
