@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 MODEL_HELP = "Directory, .gguf file or hub id (owner/name). Default: SmolLM2-135M-Instruct, fetched once."
 REVISION_HELP = "Branch, tag or commit of a hub id."
 MAX_TOKENS_HELP = "Tokens a step at most. Default: 16384 on a GPU, 2048 on a CPU."
-TARGET_ITL_HELP = "Milliseconds a token that prompts may not delay beyond; 0 = none. Default: 5 on a GPU."
+TARGET_ITL_HELP = (
+    "Milliseconds a token that prompts may not delay beyond; 0 = none. Default: 5 on a GPU, more beside many."
+)
 #: What the engine calls the phases of its start, and what a person reads.
 PHASES = {"download": "Downloading SmolLM2-135M-Instruct", "convert": "Converting it once", "load": "Loading weights"}
 EXIT_ERROR = 1

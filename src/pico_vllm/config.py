@@ -30,6 +30,8 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DEFAULT_BATCHED_TOKENS_GPU, DEFAULT_BATCHED_TOKENS = 16384, 2048
 #: Of a GPU: 200 tokens a second for each reader while others' prompts run.
 DEFAULT_TARGET_ITL_MS = 5.0
+#: A step with prompts takes at least so many times what its decodes alone take, unless a target is given.
+DEFAULT_TARGET_ITL_DECODES = 2.75
 MAX_TARGET_ITL_MS = 1_000_000
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -338,8 +340,8 @@ class SchedulerConfig:
         max_num_batched_tokens: new tokens a step at most, prompts and decodes together; memory is kept for them. None
             = 16384 with the Triton backend on a GPU, else 2048 (see ``token_bound``).
         target_itl_ms: while anything decodes, a step takes no more of the prompts than keeps it within so many
-            milliseconds, but always 64 tokens. None = 5 on a GPU, or twice a lone decode where that takes longer, and
-            no target on a CPU; 0 = no target.
+            milliseconds, but always 64 tokens. None = 5 on a GPU, or 2.75 times what the decodes alone take where
+            that is longer, and no target on a CPU; 0 = no target.
         max_model_len: prompt + output at most; None = the model's max_position_embeddings.
         enable_chunked_prefill: cut prompts to the budget; False = a prompt runs whole or waits, so no target is kept.
         async_scheduling: prepare and launch a step while the one before it runs; None = on a GPU. The results are the
@@ -393,15 +395,11 @@ class SchedulerConfig:
         """Whether there is a target inter-token latency, and so a need to know how long steps take."""
         return self.enable_chunked_prefill and (on_gpu if self.target_itl_ms is None else self.target_itl_ms > 0)
 
-    def target_itl_s(self, lone_decode_s: float) -> float:
-        """The target in seconds, where there is one.
-
-        Args:
-            lone_decode_s: of a step with one sequence; no default target is below twice as much.
-        """
+    def target_itl(self) -> tuple[float, float]:
+        """The target where there is one: in seconds, and in times what the decodes alone take; the longer counts."""
         if self.target_itl_ms is not None:
-            return self.target_itl_ms / 1e3
-        return max(DEFAULT_TARGET_ITL_MS / 1e3, 2 * lone_decode_s)
+            return self.target_itl_ms / 1e3, 0.0
+        return DEFAULT_TARGET_ITL_MS / 1e3, DEFAULT_TARGET_ITL_DECODES
 
 
 @dataclass(frozen=True, slots=True)

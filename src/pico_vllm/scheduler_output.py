@@ -100,8 +100,10 @@ class MeasuredSteps:
     Attributes:
         decode_s: (sequences, seconds) of steps that give each one token; ascending, at least one.
         prompt_tokens, prompt_s: tokens and seconds of a step with one whole prompt.
+        step_sizes: tokens of the steps of decodes and prompts that run without padding, ascending; () = all do.
     """
 
     decode_s: tuple[tuple[int, float], ...]
     prompt_tokens: int
     prompt_s: float
+    step_sizes: tuple[int, ...] = ()

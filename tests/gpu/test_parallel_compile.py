@@ -16,7 +16,7 @@ def _fill_kernel(x, value, BLOCK: tl.constexpr):
 
 def test_launches_compile_and_run_nothing_until_the_block_ends():
     x = torch.zeros(64, device="cuda")
-    with compiling_only(max_workers=4):
+    with compiling_only(torch.device("cuda", 0), max_workers=4):
         for block in (16, 32, 64):
             _fill_kernel[(1,)](x, 3.0, BLOCK=block)
     torch.cuda.synchronize()
@@ -30,7 +30,7 @@ def test_launches_compile_and_run_nothing_until_the_block_ends():
 
 def test_what_does_not_compile_is_raised_where_the_block_ends():
     x = torch.zeros(64, device="cuda")
-    with pytest.raises(Exception, match=r"arange|power of 2"), compiling_only():
+    with pytest.raises(Exception, match=r"arange|power of 2"), compiling_only(torch.device("cuda", 0)):
         _fill_kernel[(1,)](x, 3.0, BLOCK=48)
     _fill_kernel[(1,)](x, 5.0, BLOCK=64)
     assert x.tolist() == [5.0] * 64

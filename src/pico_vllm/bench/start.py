@@ -24,6 +24,7 @@ PROMPT_TOKENS = 512
 PHASES = {
     "import_s": "imports",
     "weights_s": "weights",
+    "compile_s": "kernels compiled",
     "memory_s": "memory measured",
     "captures_s": "captures",
     "times_s": "steps timed",

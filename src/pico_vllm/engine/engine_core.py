@@ -323,7 +323,8 @@ def _target_itl(config: EngineConfig, model_config: ModelConfig, measured: Measu
     if measured is None:
         return None
     step_time = StepTimeModel.from_measured(measured, attention_ratio(model_config))
-    target = TargetITL(config.scheduler.target_itl_s(step_time.decodes(1)), step_time)
+    seconds, num_decode_steps = config.scheduler.target_itl()
+    target = TargetITL(seconds, step_time, num_decode_steps, measured.step_sizes)
     logger.info(
         "target inter-token latency %.2f ms: a step of one decode takes %.2f ms and leaves a new prompt %d tokens; of "
         "%d decodes %.2f ms and %d tokens",

@@ -173,9 +173,9 @@ class InputProcessor:
             raise RequestError(f"a prompt must be text or a list of token ids, got {type(token_ids).__name__}")
         if len(token_ids) == 0:
             raise RequestError("the prompt is empty: at least one token is needed")
-        for token_id in token_ids:
-            if type(token_id) is not int:
-                raise RequestError(f"token id {token_id!r} is a {type(token_id).__name__}, not an int")
+        if kinds := set(map(type, token_ids)) - {int}:
+            wrong = next(token_id for token_id in token_ids if type(token_id) in kinds)
+            raise RequestError(f"token id {wrong!r} is a {type(wrong).__name__}, not an int")
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high

@@ -373,6 +373,7 @@ class _Step:
     __slots__ = (
         "_allowance",
         "_num_decodes",
+        "_size",
         "_target_itl",
         "budget",
         "chunk_requests",
@@ -384,7 +385,7 @@ class _Step:
     )
 
     def __init__(self, budget: int, num_decodes: int, target_itl: TargetITL | None) -> None:
-        self.budget = budget
+        self.budget = self._size = budget
         self._num_decodes = self.num_decodes_to_come = num_decodes
         self._target_itl = target_itl if num_decodes > 0 else None
         self._allowance: PromptAllowance | None = None  # made when a prompt asks: most steps have none
@@ -403,7 +404,8 @@ class _Step:
             return room
         if self._allowance is None:
             self._allowance = self._target_itl.allowance(self._num_decodes)
-        return min(room, self._allowance.tokens(start))
+        room = min(room, self._allowance.tokens(start))
+        return self._target_itl.without_padding(self._size - self.budget + self.num_decodes_to_come, room)
 
     def count_prompt(self, start: int, num_new_tokens: int) -> None:
         """Take a prompt's share from what the other prompts may have."""

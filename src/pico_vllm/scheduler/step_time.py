@@ -11,6 +11,7 @@ measured once, at the start: the same requests are always planned the same way. 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,16 +80,34 @@ class StepTimeModel:
 
 @dataclass(frozen=True, slots=True)
 class TargetITL:
-    """Seconds that a step with decodes may take, what tells how long it will, and tokens that prompts get anyway."""
+    """How long a step with decodes may take.
+
+    Attributes:
+        seconds: at least; what prompts add to decodes that take long by themselves is made up for by
+        num_decode_steps: times what the decodes alone take. Prompts in tiny chunks would have the weights read again
+            and again.
+        step_time: tells how long a step will take.
+        step_sizes: tokens of steps that run without padding, ascending: where prompts are cut, a step ends there.
+        min_chunk_tokens: that prompts get anyway.
+    """
 
     seconds: float
     step_time: StepTimeModel
+    num_decode_steps: float = 0.0
+    step_sizes: tuple[int, ...] = ()
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
 
     def allowance(self, num_decodes: int) -> PromptAllowance:
         """What the prompts of a step may add to its decodes."""
-        seconds = self.seconds - self.step_time.decodes(num_decodes)
+        decodes = self.step_time.decodes(num_decodes)
+        seconds = max(self.seconds, self.num_decode_steps * decodes) - decodes
         return PromptAllowance(self.step_time, seconds, self.min_chunk_tokens)
+
+    def without_padding(self, num_tokens: int, room: int) -> int:
+        """How many of ``room`` prompt tokens to take beside ``num_tokens`` others, so that the step is not padded."""
+        fitting = bisect_right(self.step_sizes, num_tokens + room)
+        whole = self.step_sizes[fitting - 1] - num_tokens if fitting else 0
+        return whole if whole >= min(self.min_chunk_tokens, room) else room
 
 
 class PromptAllowance:

@@ -46,12 +46,13 @@ logger = logging.getLogger(__name__)
 DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 #: What a decode is shaped for: contexts up to here while all are that short.
 SHORT_DECODES = SHORT_CONTEXT
+MANY_DECODES = 144
 #: Tokens of the prompt captures, as far as max_num_batched_tokens goes. Above the last one the GPU is busy for longer
 #: than Python needs to launch.
-PROMPT_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 #: Tokens of the captures with decodes (from 128 on whole tiles of matrix products), and decodes among them: these are
 #: far apart, since room for more of them costs no tokens, only splits of long contexts.
-MIXED_SIZES = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
+MIXED_SIZES = (128, 256, 512, 640, 768, 1024, 1280, 1536, 2048)
 MIXED_DECODES = (8, 64, 256)
 #: Prompts and chunks of a mixed or prompt capture, and positions of their contexts.
 PROMPT_MAX_SEQS = 8
@@ -156,7 +157,7 @@ class CudaGraphRunner:
         device = block_table_rows.device
         self._block_table_rows, self._last_token_ids = block_table_rows, last_token_ids
         self._padding_row = len(block_table_rows)
-        self._decode_seq_lens = sorted({min(SHORT_DECODES, max_model_len), max_model_len})
+        self._decode_seq_lens = tuple(sorted({min(SHORT_DECODES, max_model_len), max_model_len}))
         self._block_size, self._max_model_len = block_size, max_model_len
         self._fill = fill_decode_inputs
         self._ring = ring
@@ -164,6 +165,8 @@ class CudaGraphRunner:
         #: Sequences of the largest captured decode.
         self.max_decodes = sizes[-1]
         self._mixed_sizes = mixed_sizes(min(max_num_batched_tokens, max_num_seqs * max_model_len), max_num_seqs)
+        #: Tokens of the captured steps with decodes and prompts, ascending.
+        self.step_sizes = tuple(sorted({size.num_tokens for size in self._mixed_sizes if size.num_decodes > 0}))
         self._num_others = min(PROMPT_MAX_SEQS, max_num_seqs)
         self._prompt_seq_len = min(PROMPT_MAX_SEQ_LEN, max_model_len)
         self._sent = torch.zeros(3 * sizes[-1], dtype=torch.int32, device=device)
@@ -196,7 +199,7 @@ class CudaGraphRunner:
 
         # The largest first: the smaller ones then fit into memory that it has left in the graphs' pool.
         to_mix = self._mixed_sizes[::-1]
-        to_decode = [DecodeSize(n, seq_len) for n in sizes[::-1] for seq_len in self._decode_seq_lens]
+        to_decode = [DecodeSize(n, seq_len) for n in sizes[::-1] for seq_len in self._lengths_of(n)]
         #: Of a runner that is no trial.
         self.num_captures = len(to_mix) + len(to_decode)
         if trial:
@@ -213,8 +216,8 @@ class CudaGraphRunner:
 
     def decode_size(self, num_seqs: int, max_seq_len: int) -> DecodeSize:
         """The smallest captured decode that holds so many sequences, at most ``max_decodes``, of such lengths."""
-        seq_len = self._decode_seq_lens[max_seq_len > self._decode_seq_lens[0]]
-        return DecodeSize(self._decode_sizes[bisect_left(self._decode_sizes, num_seqs)], seq_len)
+        size = self._decode_sizes[bisect_left(self._decode_sizes, num_seqs)]
+        return DecodeSize(size, next(n for n in self._lengths_of(size) if n >= max_seq_len))
 
     def mixed_size(self, step: SchedulerOutput, num_decodes: int) -> MixedSize | None:
         """The smallest captured prompt or mixed pass that holds a step; None if there is none.
@@ -271,6 +274,10 @@ class CudaGraphRunner:
         return ForwardOutput(
             captured.hidden[:num_wanted], self._logits[:num_sampled], captured.greedy_ids[:num_sampled]
         )
+
+    def _lengths_of(self, num_seqs: int) -> tuple[int, ...]:
+        """What a decode of so many sequences is captured for: many are shaped alike for any length."""
+        return self._decode_seq_lens if num_seqs < MANY_DECODES else self._decode_seq_lens[-1:]
 
     def _decode_sent(self, num_seqs: int) -> torch.Tensor:
         """rows, seq_lens, new_block_ids: [3, num_seqs]."""

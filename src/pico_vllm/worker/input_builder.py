@@ -8,6 +8,7 @@ that one. Only this class writes the rows.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -336,7 +337,8 @@ class InputBuilder:
         """Ids that the scheduler has sent, 0 where a row's last sampled id belongs; empty when they all do."""
         if num_continued == step.num_tokens:
             return np.empty(0, dtype=_INT32)
-        return np.fromiter((i for r in step.scheduled for i in r.new_token_ids or (0,)), _INT32, step.num_tokens)
+        ids = itertools.chain.from_iterable(request.new_token_ids or (0,) for request in step.scheduled)
+        return np.fromiter(ids, _INT32, step.num_tokens)
 
     def _input_ids(
         self, host_ids: torch.Tensor, continued_rows: torch.Tensor, continued_tokens: torch.Tensor

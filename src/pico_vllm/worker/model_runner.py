@@ -222,7 +222,7 @@ class ModelRunner:
         from pico_vllm.kernels.parallel_compile import compiling_only
 
         trial_caches = self._new_caches(TRIAL_BLOCKS, config.cache.block_size)
-        with compiling_only():
+        with compiling_only(self.device):
             probe.launch_everything(trial_caches)
             if self._captures(config):
                 self._capture(config, trial_caches, launch_shallow)

@@ -131,7 +131,7 @@ class StartProbe:
         prompt = steps.prompt(num_tokens)
         prompt_s = _best(lambda: self._choose(self.model.hidden_rows(prompt, kv_caches)), clock)
         rows.block_table_rows.zero_()
-        return MeasuredSteps(tuple(decode_s), num_tokens, prompt_s)
+        return MeasuredSteps(tuple(decode_s), num_tokens, prompt_s, () if graphs is None else graphs.step_sizes)
 
     def launch_everything(self, trial_caches: list[torch.Tensor]) -> None:
         """Launch every kernel that eager steps need, on numbers that mean nothing: see ``compiling_only``."""

@@ -160,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=self.budget,
             max_model_len=max_model_len,
             enable_chunked_prefill=chunked,
-            target_itl=None if target_s is None else TargetITL(target_s, ONE_S_A_TOKEN, min_chunk),
+            target_itl=None if target_s is None else TargetITL(target_s, ONE_S_A_TOKEN, min_chunk_tokens=min_chunk),
         )
         self.target_s, self.min_chunk = target_s if chunked else None, min_chunk
         self.worker = FakeWorker(num_blocks, block_size, max_num_seqs)

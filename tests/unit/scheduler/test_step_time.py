@@ -96,3 +96,30 @@ def test_attention_to_8192_positions_costs_as_much_as_all_products_of_qwen2_5_1_
     # A layer: 1536 * 2048 (qkv) + 1536 * 1536 (o) + 3 * 1536 * 8960 = 46,792,704 weights; 12 * 128 = 1536 numbers.
     assert attention_ratio(qwen) == 2 * 2 * 1536 / 46_792_704
     assert 8192 * attention_ratio(qwen) == pytest.approx(1.08, abs=0.01)
+
+
+def test_a_target_may_grow_with_what_the_decodes_take():
+    target = TargetITL(102.0, FREE_ATTENTION, num_decode_steps=3.0)  # 4 decodes take 2 s, a token half a second
+    assert target.allowance(4).tokens(0) == 200
+    assert TargetITL(5.0, FREE_ATTENTION, num_decode_steps=60.0, min_chunk_tokens=1).allowance(4).tokens(0) == 236
+
+
+@pytest.mark.parametrize(
+    "num_tokens, room, expected",
+    [
+        (8, 120, 120),  # 128 exactly
+        (8, 119, 119),  # nothing fits below
+        (8, 300, 248),  # 256
+        (64, 560, 448),  # 512
+        (250, 260, 260),  # 256 would leave 6 tokens
+        (300, 900, 900),  # no size is as large: 512 leaves 212
+        (8, 5, 5),
+    ],
+)
+def test_a_step_is_cut_where_it_is_not_padded(num_tokens, room, expected):
+    sizes = (128, 256, 512) if num_tokens != 300 else (128, 256)
+    assert TargetITL(1.0, FREE_ATTENTION, step_sizes=sizes).without_padding(num_tokens, room) == expected
+
+
+def test_without_captures_nothing_is_cut_short():
+    assert TargetITL(1.0, FREE_ATTENTION).without_padding(8, 300) == 300

@@ -12,9 +12,9 @@ from pico_vllm.scheduler_output import ModelRunnerOutput
 ONE_S_A_TOKEN = StepTimeModel(((1, 1.0), (2, 2.0)), seconds_per_token=1.0, attention_ratio=0.0)
 
 
-def make(seconds, min_chunk=1, step_time=ONE_S_A_TOKEN, **options):
+def make(seconds, min_chunk=1, step_time=ONE_S_A_TOKEN, step_sizes=(), **options):
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 100, "max_model_len": 256}
-    target_itl = TargetITL(seconds, step_time, min_chunk)
+    target_itl = TargetITL(seconds, step_time, step_sizes=step_sizes, min_chunk_tokens=min_chunk)
     return Scheduler(kv_cache_manager=KVCacheManager(256, 4), target_itl=target_itl, **(limits | options))
 
 
@@ -147,3 +147,13 @@ def test_a_prompt_that_may_not_be_cut_knows_no_target():
     next_shares(scheduler)
     add(scheduler, b=60)
     assert next_shares(scheduler) == {"a": 1, "b": 60}
+
+
+def test_a_step_with_cut_prompts_fills_a_captured_size():
+    scheduler = make(20, step_sizes=(8, 16))
+    add(scheduler, a=5, b=6)
+    next_shares(scheduler)
+    add(scheduler, c=30, d=5)
+    assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 14}  # of 18
+    assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 14}
+    assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 2, "d": 5}  # whole prompts are not cut

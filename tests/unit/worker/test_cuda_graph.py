@@ -285,8 +285,8 @@ def test_one_sequence_at_a_time_needs_no_mixed_size(checkpoint):
 def test_sizes_of_the_default_engine_by_hand(monkeypatch):
     monkeypatch.undo()
     sizes = mixed_sizes(2048, 256)
-    assert len(sizes) == 17 + 29
-    assert sizes[:5] == [(16, 0), (32, 0), (64, 0), (64, 8), (64, 63)]
+    assert len(sizes) == 14 + 27
+    assert sizes[:6] == [(16, 0), (32, 0), (64, 0), (128, 0), (128, 8), (128, 64)]
     assert [s.num_decodes for s in sizes if s.num_tokens == 128] == [0, 8, 64, 127]
     assert [s.num_decodes for s in sizes if s.num_tokens == 2048] == [0, 8, 64, 255]
     assert mixed_sizes(16384, 256) == sizes
@@ -294,7 +294,7 @@ def test_sizes_of_the_default_engine_by_hand(monkeypatch):
 
 def test_no_size_is_larger_than_a_step(monkeypatch):
     monkeypatch.undo()
-    assert mixed_sizes(100, 4) == [(16, 0), (32, 0), (64, 0), (64, 3), (96, 0), (100, 0), (100, 3)]
+    assert mixed_sizes(100, 4) == [(16, 0), (32, 0), (64, 0), (100, 0), (100, 3)]
     assert mixed_sizes(2048, 1)[-1] == (2048, 0)
     assert mixed_sizes(1, 8) == [(1, 0)]
     assert mixed_sizes(7, 8) == [(7, 0), (7, 6)]
