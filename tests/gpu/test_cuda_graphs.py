@@ -12,6 +12,7 @@ from pico_vllm import LLM, SamplingParams
 from pico_vllm.worker.cuda_graph import DECODE_SIZES, MIXED_SIZES, PROMPT_SIZES, mixed_sizes
 
 OPTIONS = {"device": "cuda", "dtype": "float32", "max_num_seqs": 48, "num_gpu_blocks_override": 2000}
+OPTIONS |= {"target_itl_ms": 0}  # which cuts prompts by what steps take here
 
 
 @pytest.fixture(scope="module", params=["qwen2-gqa6-d64-tied", "qwen3-gqa2-d128-untied"])

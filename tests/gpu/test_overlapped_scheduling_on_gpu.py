@@ -11,6 +11,7 @@ from pico_vllm import LLM, SamplingParams
 from pico_vllm.sampling_params import StructuredOutputsParams
 
 OPTIONS = {"device": "cuda", "dtype": "float32", "max_num_seqs": 48, "num_gpu_blocks_override": 2000}
+OPTIONS |= {"target_itl_ms": 0}  # which cuts prompts by what steps take here
 
 
 @pytest.fixture(autouse=True, scope="module")

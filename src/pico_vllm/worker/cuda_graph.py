@@ -268,6 +268,35 @@ class CudaGraphRunner:
         self._ring.send_into(host, self._mixed_sent[: len(host)])
         return self._replay(self._mixed[size], len(step.logits_indices), len(step.sampled_rows))
 
+    def prompt_size(self, max_tokens: int) -> int | None:
+        """Tokens of the largest captured prompt pass with at most so many; None if there is none."""
+        sizes = (size.num_tokens for size in self._mixed if size.num_decodes == 0)
+        return max((num_tokens for num_tokens in sizes if num_tokens <= max_tokens), default=None)
+
+    def made_up_prompt(self, batch: ForwardBatch) -> Callable[[], None] | None:
+        """What runs a pass of prompts that nobody has asked for, to time it; None if no capture is of just that size.
+
+        Writes the block tables of the first rows.
+        """
+        num_tokens, num_seqs = len(batch.input_ids), len(batch.seq_lens)
+        size = MixedSize(num_tokens, 0)
+        if size not in self._mixed or num_seqs > self._num_others:
+            return None
+        to = self._mixed_views(size)
+        for field, values in (
+            (to.input_ids, batch.input_ids),
+            (to.positions, batch.positions),
+            (to.slot_mapping, batch.slot_mapping),
+            (to.query_start_loc[: num_seqs + 1], batch.query_start_loc),
+            (to.seq_lens[:num_seqs], batch.seq_lens),
+            (to.rows[:num_seqs], self._arange[:num_seqs]),
+            (self._block_table_rows[:num_seqs, : batch.block_tables.shape[1]], batch.block_tables),
+        ):
+            field.copy_(values)
+        to.query_start_loc[num_seqs + 1 :] = num_tokens
+        to.sampled_rows.fill_(self._padding_row)
+        return self._mixed[size].replay
+
     # --------------------------------------------------------------------------------------------------- private
     def _replay(self, captured: _Captured, num_wanted: int, num_sampled: int) -> ForwardOutput:
         captured.replay()

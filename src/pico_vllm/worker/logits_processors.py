@@ -58,6 +58,7 @@ class LogitsProcessors:
         self._in_prompt: torch.Tensor | None = None  # [max_num_seqs, vocab_size] bool
         self._output_counts: torch.Tensor | None = None  # [max_num_seqs, vocab_size] int32
         self._recent_ids = torch.empty(max_num_seqs, 0, dtype=torch.int64, device=device)
+        self._minus_infinity = torch.full((), _NEG_INF, dtype=torch.float32, device=device)
         self._packed_bad_words: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def add(self, row: int, new: NewRequestData) -> None:
@@ -160,11 +161,12 @@ class LogitsProcessors:
         table = self._bias[row]
         table.fill_(0.0 if allowed is None else _NEG_INF)
         if allowed is not None:
-            table[self._to_device(np.array(allowed, dtype=np.int64))] = 0.0
-        for token_id, value in bias.items():
-            table[token_id] += value
+            table.index_fill_(0, self._to_device(np.array(allowed, dtype=np.int64)), 0.0)
+        if bias:
+            ids, values = np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
+            table.index_add_(0, *self._ring.send(ids, values))
         if banned:
-            table[self._to_device(np.array(banned, dtype=np.int64))] = _NEG_INF
+            table.index_fill_(0, self._to_device(np.array(banned, dtype=np.int64)), _NEG_INF)
         self._has_bias[row] = True
 
     def _count_known(self, row: int, known: tuple[int, ...], num_prompt_tokens: int) -> None:
@@ -172,7 +174,7 @@ class LogitsProcessors:
             self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
             self._output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         ids = self._to_device(np.array(known, dtype=np.int64))
-        self._in_prompt[row].zero_()[ids[:num_prompt_tokens]] = True
+        self._in_prompt[row].zero_().index_fill_(0, ids[:num_prompt_tokens], True)
         output = ids[num_prompt_tokens:]
         self._output_counts[row].zero_().index_put_(
             (output,), torch.ones_like(output, dtype=torch.int32), accumulate=True
@@ -205,7 +207,8 @@ class LogitsProcessors:
             return
         ids = [self._stop_ids[row] for row in rows[waiting].tolist()]
         indices = np.repeat(waiting, [len(i) for i in ids])
-        logits[self._to_device(indices), self._to_device(np.concatenate(ids))] = _NEG_INF
+        rows_and_ids = self._ring.send(indices, np.concatenate(ids))
+        logits.index_put_(tuple(rows_and_ids), self._minus_infinity)  # a number of the host's would have to be sent
 
     def _remember_recent(self, row: int, known: tuple[int, ...], length: int) -> None:
         width = self._recent_ids.shape[1]

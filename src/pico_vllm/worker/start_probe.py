@@ -128,8 +128,13 @@ class StartProbe:
             decode_s.append((size, _best(run, clock)))
         limit = _TIMED_PROMPT_GPU if self.device.type == "cuda" else _TIMED_PROMPT_CPU
         num_tokens = min(limit, self.max_num_batched_tokens, self.max_model_len)
+        if graphs is not None:
+            num_tokens = graphs.prompt_size(num_tokens) or num_tokens
         prompt = steps.prompt(num_tokens)
-        prompt_s = _best(lambda: self._choose(self.model.hidden_rows(prompt, kv_caches)), clock)
+        # Captured, if that can be: a slow host that launches the pass would be timed instead of the device.
+        replay = None if graphs is None else graphs.made_up_prompt(prompt)
+        run_prompt = replay or (lambda: self._choose(self.model.hidden_rows(prompt, kv_caches)))
+        prompt_s = _best(run_prompt, clock)
         rows.block_table_rows.zero_()
         return MeasuredSteps(tuple(decode_s), num_tokens, prompt_s, () if graphs is None else graphs.step_sizes)
 

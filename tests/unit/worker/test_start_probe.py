@@ -16,6 +16,7 @@ from pico_vllm.worker import cuda_graph, model_runner, start_probe
 from pico_vllm.worker.cuda_graph import CudaGraphRunner, rerun
 from pico_vllm.worker.dummy_steps import DummySteps
 from pico_vllm.worker.memory_budget import MARGIN_BYTES
+from pico_vllm.worker.mixed_inputs import MixedSize
 from pico_vllm.worker.start_probe import TRIAL_BLOCKS, StartProbe
 
 MIB = 1 << 20
@@ -230,9 +231,30 @@ def test_decodes_and_a_prompt_are_timed(runner, monkeypatch, captured):
         graphs = captures(runner, runner.kv_caches, rerun) if captured else None
         measured = probe.step_times(runner.kv_caches, runner._rows, graphs)
     assert measured.decode_s == ((1, 98.0), (4, 95.0), (8, 92.0), (16, 89.0))  # the best of three; 16 is no capture
-    assert (measured.prompt_tokens, measured.prompt_s) == (64, 86.0)  # max_model_len
-    assert [len(ids) for ids in runs] == [1] * 3 + [4] * 3 + [8] * 3 + [16] * 3 + [1] * 3
+    # max_model_len, or the largest captured prompt, which is replayed: what launching takes doesn't count.
+    assert (measured.prompt_tokens, measured.prompt_s) == (32 if captured else 64, 86.0)
+    assert measured.step_sizes == ((16, 32) if captured else ())
+    assert [len(ids) for ids in runs[:12]] == [1] * 3 + [4] * 3 + [8] * 3 + [16] * 3
+    assert [ids is None or len(ids) for ids in runs[12:]] == [True if captured else 1] * 3
     assert not runner._rows.block_table_rows.any()
+
+
+def test_a_made_up_prompt_is_a_whole_one_and_stores_nothing(runner):
+    with torch.inference_mode():
+        graphs = captures(runner, runner.kv_caches, rerun)
+        assert [graphs.prompt_size(n) for n in (7, 8, 31, 32, 1000)] == [None, 8, 16, 32, 32]
+        steps = DummySteps(64, len(runner.kv_caches[0]), 16, runner.device)
+        for cache in runner.kv_caches:
+            cache.fill_(0.5)
+        replay = graphs.made_up_prompt(steps.prompt(32))
+        sent = graphs._mixed_views(MixedSize(32, 0))
+        assert sent.positions.tolist() == list(range(32)) and set(sent.slot_mapping.tolist()) == {-1}
+        assert sent.query_start_loc.tolist() == [0] + [32] * 8 and sent.seq_lens.tolist() == [32] + [0] * 7
+        runner._rows.last_token_ids.fill_(7)
+        replay()
+        assert runner._rows.last_token_ids[:-1].tolist() == [7] * (len(runner._rows.last_token_ids) - 1)
+        assert graphs.made_up_prompt(steps.prompt(31)) is None
+    assert all((cache == 0.5).all() for cache in runner.kv_caches)
 
 
 def test_a_slow_model_is_timed_at_one_size(runner, monkeypatch):
