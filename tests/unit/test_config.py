@@ -476,7 +476,7 @@ BAD_OPTIONS = {
     "num_gpu_blocks_override": [0, -1, 1.0, True, "1"],
     "kv_cache_memory_bytes": [0, -1, 1e9, True],
     "gpu_memory_utilization": [0, -0.1, 1.01, math.nan, math.inf, "0.9", None, True],
-    "enable_prefix_caching": [True, 1, "no", None],
+    "enable_prefix_caching": [1, "no", None],
     "max_num_seqs": [0, -1, 1.0, None, True],
     "max_num_batched_tokens": [0, -1, 1.0, None, True],
     "max_model_len": [0, -1, 1, 2.0, True, "2", 2**31],
