@@ -51,7 +51,7 @@ def from_tokens_to_blocks() -> None:
         new = manager.allocate_slots(request.request_id, num_tokens)
         manager.check_invariants()
         print(f"  {num_tokens:>2} tokens: new blocks {new!s:<7} table {manager.block_table(request.request_id)}")
-    manager.free(request.request_id)
+    manager.free(request)
     print(f"freed: {manager.num_free_blocks} of {manager.num_blocks} blocks are free")
 
 

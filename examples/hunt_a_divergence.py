@@ -70,7 +70,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "tiny-qwen2"
         save_tiny_qwen2(directory)
-        llm = LLM(str(directory), device="cpu", dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=64)
+        # Without a prefix cache: a faulty engine must not go on from what a right one has computed.
+        options = {"num_gpu_blocks_override": 64, "enable_prefix_caching": False}
+        llm = LLM(str(directory), device="cpu", dtype="float32", skip_tokenizer_init=True, **options)
         runner = llm.engine.core.executor.runner
         right = runner.backend
         wrong = dataclasses.replace(right, rms_norm=rms_norm_without_eps)

@@ -304,14 +304,15 @@ class CacheConfig:
             quarter of the free memory, at most 4 GiB.
         gpu_memory_utilization: share of a GPU's memory for all that is on it: other processes, weights, activations,
             CUDA graphs and KV cache together.
-        enable_prefix_caching: not implemented yet; only False is accepted.
+        enable_prefix_caching: requests share the KV of what they have in common, and what an ended one leaves behind is
+            kept until its blocks are needed. The results are the same.
     """
 
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
@@ -322,8 +323,6 @@ class CacheConfig:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be in (0, 1]")
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        if self.enable_prefix_caching:
-            raise ConfigError("enable_prefix_caching=True is not implemented yet; leave it at False")
 
     @property
     def is_sized_by_share(self) -> bool:

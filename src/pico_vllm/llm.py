@@ -79,7 +79,8 @@ class LLM:
         """Complete prompts.
 
         Args:
-            prompts: one prompt or several; each is text, a list of token ids, or {"prompt_token_ids": ids}.
+            prompts: one prompt or several; each is text, a list of token ids, or {"prompt_token_ids": ids}, the latter
+                also with a "cache_salt": only prompts with the same one share KV in the prefix cache.
             sampling_params: one for all prompts, one for each, or None for the checkpoint's own defaults.
             use_tqdm: show a progress bar on stderr (not with ``stream``).
             stream: return what happens as it happens.
@@ -102,6 +103,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
         use_tqdm: bool = False,
         stream: Literal[False] = False,
     ) -> list[RequestOutput]: ...
@@ -115,6 +117,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
         use_tqdm: bool = False,
         stream: Literal[True],
     ) -> DeltaStream: ...
@@ -127,6 +130,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
         use_tqdm: bool = False,
         stream: bool = False,
     ) -> list[RequestOutput] | DeltaStream:
@@ -138,6 +142,7 @@ class LLM:
             add_generation_prompt: end the prompt with the header of the assistant's turn.
             tools: JSON schemas of functions that the model may call.
             chat_template_kwargs: more variables for the chat template, such as Qwen3's ``enable_thinking``.
+            cache_salt: only conversations with the same one share KV in the prefix cache.
 
         Returns:
             One finished output a conversation; its ``prompt`` is what the chat template has made of the messages.
@@ -156,12 +161,18 @@ class LLM:
                         add_generation_prompt=add_generation_prompt,
                         tools=tools,
                         chat_template_kwargs=chat_template_kwargs,
+                        cache_salt=cache_salt,
                     )
                 )
             except RequestError as error:
                 raise RequestError(_at("conversation", index, len(conversations), error)) from None
         call = self._add_all(prompts, sampling_params, "conversation")
         return DeltaStream(self, call) if stream else self._run(call, use_tqdm)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV that is kept for later hits; False, and nothing happens, while a request runs."""
+        with self._engine_lock:
+            return self.engine.reset_prefix_cache()
 
     def _add_all(self, prompts: Sequence[Prompt], params: Params, noun: str) -> _Call:
         """Queue all requests of a call, or none."""

@@ -47,6 +47,8 @@ class EngineCoreOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     #: Of the prompt positions that this step computed, in order; the first is position 1. Only if asked for.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    #: Prompt tokens that had not to be computed, because their KV was in the prefix cache.
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class RequestOutput:
     """The state of one request: cumulative text and ids.
 
     ``prompt_logprobs`` has an entry a prompt token and starts with None: nothing predicts the first one.
+    ``num_cached_tokens`` counts the prompt tokens whose KV was in the prefix cache, for the first sample: it is None
+    until that one has its first token.
     """
 
     request_id: str
@@ -96,6 +100,7 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

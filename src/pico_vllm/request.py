@@ -6,6 +6,7 @@ Only the scheduler writes the mutable fields. The front end keeps its own record
 from __future__ import annotations
 
 import enum
+from array import array
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,11 +44,15 @@ class Request:
         eos_token_ids: ids that end the request unless ``params.ignore_eos``.
         sample_index: which of a prompt's ``n`` samples this is; each is a request of its own.
         bad_words_token_ids: ``params.bad_words`` as the front end has tokenised them.
+        cache_salt: only requests with the same one share KV; None is one too.
     """
 
     __slots__ = (
+        "_packed_prompt",
         "bad_words_token_ids",
+        "cache_salt",
         "max_tokens",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_inflight_samples",
         "num_inflight_tokens",
@@ -75,6 +80,7 @@ class Request:
         eos_token_ids: Sequence[int] = (),
         sample_index: int = 0,
         bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
+        cache_salt: str | None = None,
     ) -> None:
         assert len(prompt_token_ids) > 0, "the front end refuses empty prompts"
         assert params.max_tokens is not None, "the front end resolves max_tokens=None"
@@ -87,6 +93,8 @@ class Request:
         self.seed = seed
         self.sample_index = sample_index
         self.bad_words_token_ids = bad_words_token_ids
+        self.cache_salt = cache_salt
+        self._packed_prompt: bytes | None = None
         self.stop_token_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
@@ -101,6 +109,8 @@ class Request:
         #: Tokens known when the request was last admitted: the worker's row began with them and samples the later ones.
         self.num_prefill_tokens = 0
         self.num_preemptions = 0
+        #: Prompt tokens that had not to be computed when it was first admitted.
+        self.num_cached_tokens = 0
         #: Prompt tokens whose logprobs have been asked for, from position 1 on.
         self.num_prompt_logprobs = 0
 
@@ -123,6 +133,23 @@ class Request:
     def needs_host_token(self) -> bool:
         """Whether a step must wait until the host knows the last token: a client's own functions are told of it."""
         return bool(self.params.logits_processors)
+
+    @property
+    def packed_prompt(self) -> bytes:
+        """The prompt as 32-bit integers, which the radix tree compares; made once."""
+        if self._packed_prompt is None:
+            self._packed_prompt = array("i", self.prompt_token_ids).tobytes()
+        return self._packed_prompt
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """Leading known tokens that need not be computed where their KV is there: nobody wants their logits.
+
+        (The last known token is computed in any case.)
+        """
+        if self.params.prompt_logprobs is None or self.num_prompt_logprobs >= self.num_prompt_tokens - 1:
+            return self.num_tokens
+        return self.num_prompt_logprobs
 
     def token_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Ids of positions [start, end) over prompt and output."""

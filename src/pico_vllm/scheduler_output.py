@@ -50,6 +50,9 @@ class ScheduledRequest:
     #: Prompt tokens whose logprobs are wanted of this step, and the position that predicts the first of them.
     prompt_targets: tuple[int, ...] = ()
     prompt_targets_start: int = 0
+    #: Positions of this step before this one have their K and V in the cache already, in blocks that others may share:
+    #: they are computed for their logits and stored nowhere (slot -1).
+    slots_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,9 @@ class SchedulerOutput:
     #: Requests that finished, were aborted or preempted since the last step: the worker drops their rows *before*
     #: it looks at ``scheduled`` (a request may be dropped and resumed in one step).
     dropped_request_ids: tuple[str, ...] = ()
+    #: (source, destination) of whole KV blocks that are copied before the forward pass. Destinations are distinct, and
+    #: none of them is a source.
+    block_copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

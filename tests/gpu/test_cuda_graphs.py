@@ -11,8 +11,14 @@ from engine_runs import greedy
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.worker.cuda_graph import DECODE_SIZES, MIXED_SIZES, PROMPT_SIZES, mixed_sizes
 
-OPTIONS = {"device": "cuda", "dtype": "float32", "max_num_seqs": 48, "num_gpu_blocks_override": 2000}
-OPTIONS |= {"target_itl_ms": 0}  # which cuts prompts by what steps take here
+OPTIONS = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_num_seqs": 48,
+    "num_gpu_blocks_override": 2000,
+    "enable_prefix_caching": False,  # every prompt is computed, so steps have the sizes that a test means
+    "target_itl_ms": 0,  # which cuts prompts by what steps take here
+}
 
 
 @pytest.fixture(scope="module", params=["qwen2-gqa6-d64-tied", "qwen3-gqa2-d128-untied"])
@@ -150,6 +156,23 @@ def test_preemption_under_load(checkpoint, eager):
     llm = LLM(str(checkpoint), **(OPTIONS | {"num_gpu_blocks_override": 40}))
     assert_same(llm, eager, prompts, greedy(40, logprobs=0))
     assert llm.engine.core.scheduler.num_preemptions > 0
+
+
+def test_shared_prefixes_and_copies_between_replays(checkpoint, eager):
+    """Prompts that share whole blocks, parts of blocks and everything, twice; answers go on in copied blocks."""
+    rng = random.Random(5)
+    trunk = [rng.randrange(2, 290) for _ in range(100)]
+    prompts = [trunk[: rng.randrange(1, 100)] + [rng.randrange(2, 290)] * rng.randrange(3) for _ in range(40)]
+    prompts += [trunk[:length] for length in (16, 32, 31, 33, 96, 96)]
+    llm = LLM(str(checkpoint), **(OPTIONS | {"enable_prefix_caching": True, "num_gpu_blocks_override": 300}))
+    for kv_cache in llm.engine.core.executor.runner.kv_caches:
+        kv_cache.fill_(float("nan"))
+    for _ in range(2):
+        assert_same(llm, eager, prompts, greedy(20, logprobs=0))
+    assert llm.engine.cache_stats.hit_rate > 0.8
+    core = llm.engine.core
+    core.kv_cache_manager.check_invariants()
+    assert core.kv_cache_manager.num_free_blocks == core.kv_cache_manager.num_blocks
 
 
 def test_two_thousand_requests_with_random_aborts_give_all_memory_back(graphs):

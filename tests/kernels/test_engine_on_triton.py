@@ -79,6 +79,16 @@ def test_captured_passes_on_tritons_kernels_give_the_tokens_of_torchs_ops(checkp
     assert used == [("prompt", 16), ("mixed", 16, 4), ("decode", 4), ("decode", 4)]
 
 
+def test_a_shared_prefix_gives_the_tokens_of_torchs_ops(checkpoint):
+    """Whole blocks, a copied one, and a last token that is computed again and stored nowhere."""
+    prompts = [list(range(2, 18)), list(range(2, 23)), list(range(2, 18)), [*range(2, 20), 90]]
+    expected = [output.outputs[0].token_ids for output in make_llm(checkpoint).generate(prompts, greedy(3))]
+    llm = make_llm(checkpoint, enable_prefix_caching=True, **OPTIONS)
+    outputs = [llm.generate(prompt, greedy(3))[0] for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert [output.num_cached_tokens for output in outputs] == [0, 16, 15, 18]
+
+
 def test_verify_takes_the_backend_from_the_command_line(checkpoint, monkeypatch, capsys):
     words = ["pico-vllm", "verify", "--model", str(checkpoint), "--device", TRITON_DEVICE, "--backend", "triton"]
     monkeypatch.setattr(sys, "argv", [*words, "--dtype", "float32"])

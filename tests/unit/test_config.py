@@ -477,7 +477,7 @@ BAD_OPTIONS = {
     "num_gpu_blocks_override": [0, -1, 1.0, True, "1"],
     "kv_cache_memory_bytes": [0, -1, 1e9, True],
     "gpu_memory_utilization": [0, -0.1, 1.01, math.nan, math.inf, "0.9", None, True],
-    "enable_prefix_caching": [True, 1, "no", None],
+    "enable_prefix_caching": [1, "no", None],
     "max_num_seqs": [0, -1, 1.0, None, True],
     "max_num_batched_tokens": [0, -1, 1.0, True],
     "target_itl_ms": [-1, -0.001, math.nan, math.inf, -math.inf, 1_000_001, 10**400, "5", True, [5]],

@@ -14,6 +14,12 @@ TELLING_LINES = {
         "C wants 2, one is free: None, no change      owners [1, 1, 1, 1, 1, 0]  free 1",
         "A releases all of its blocks: C keeps two    owners [1, 1, 0, 1, 1, 0]  free 2",
     ],
+    "radix_cache": [
+        "B starts: 5 of 9 tokens cached, copies [(1, 3)]",
+        "C starts: 11 of 14 tokens cached, copies [(4, 5)]",
+        "    : what is  [5, 8) blocks [1] locks 0",
+        "  block table of D: [2, 4, 7]",
+    ],
     "scheduler_without_a_model": [
         "2    A decode [3, 4), B prompt [5, 10)               6       2",
         "7    A decode [8, 9)                                 1       3            B preempted",

@@ -1,4 +1,4 @@
-"""``pico-vllm bench run | suite | compare | kernels | start | workload``.
+"""``pico-vllm bench run | suite | compare | kernels | start | workload | prefix``.
 
 Parses and prints; everything else is the package's. Heavy imports wait for the command that needs them.
 """
@@ -308,6 +308,42 @@ def workload(
     plan = w.WorkloadPlan(kind, seed, draw, loop, rate)
     w.write_workloads(out, out.stem, [plan.run(index) for index in range(runs)])
     print(f"{runs} runs of {len(plan.run(0).requests)} requests in {out}")
+
+
+@app.command()
+def prefix(
+    simulate: Annotated[Path, typer.Option(help="JSONL log: prompt_token_ids, or input_length and hash_ids, a line.")],
+    num_blocks: Annotated[int, typer.Option(min=1, help="KV cache blocks.")] = 65536,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens a block.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 32,
+    hash_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one of hash_ids stands for.")] = 512,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Replay a log of requests against the prefix cache, without a model: hit rate, evictions, µs an operation."""
+    import dataclasses
+    import json
+
+    from pico_vllm.bench.prefix_simulation import OPERATIONS, read_log
+    from pico_vllm.bench.prefix_simulation import simulate as run_simulation
+
+    log = read_log(simulate, hash_block_size=hash_block_size)
+    result = run_simulation(log, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
+    shares = {"p50": 0.5, "p99": 0.99}
+    times = {op: {name: result.percentile_us(op, share) for name, share in shares.items()} for op in OPERATIONS}
+    stats = result.stats
+    if as_json:
+        fields = {
+            name: getattr(result, name) for name in ("num_requests", "num_too_long", "num_early_ends", "num_nodes")
+        }
+        print(json.dumps(fields | dataclasses.asdict(stats) | {"hit_rate": stats.hit_rate, "times_us": times}))
+        return
+    print(f"{result.num_requests} requests ({result.num_too_long} left out: too long for the cache)")
+    print(f"{result.num_early_ends} requests ended early for want of blocks")
+    print(f"hit rate {stats.hit_rate:.1%}: {stats.num_hit_tokens} of {stats.num_prompt_tokens} prompt tokens")
+    print(f"{stats.num_evicted_blocks} blocks evicted, {stats.num_cached_blocks} of {num_blocks} cached at the end")
+    print(f"{result.num_nodes} nodes at the end")
+    for op, values in times.items():
+        print(f"{op:<7}" + "".join(f"  {name} {value:8.1f} µs" for name, value in values.items()))
 
 
 # ---------------------------------------------------------------------------------------------------------- private

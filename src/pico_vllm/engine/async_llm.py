@@ -76,7 +76,7 @@ class AsyncLLM:
         its end.
 
         Args:
-            prompt: text, token ids, or {"prompt_token_ids": ids}.
+            prompt: text, token ids, or {"prompt_token_ids": ids}, there also with a "cache_salt".
             params: how to sample; None = the checkpoint's own defaults.
             request_id: unique among live requests; None = a new one.
 
@@ -99,12 +99,13 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Answer a conversation: ``generate`` on what the chat template makes of the messages.
 
         Args:
             messages: dicts with "role" and "content"; not to be changed before the first delta.
-            add_generation_prompt, tools, chat_template_kwargs: as of ``LLM.chat``.
+            add_generation_prompt, tools, chat_template_kwargs, cache_salt: as of ``LLM.chat``.
         """
         make_prompt = functools.partial(
             self.engine.chat_prompt,
@@ -112,6 +113,7 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            cache_salt=cache_salt,
         )
         return self._stream(make_prompt, params, request_id)
 
@@ -124,6 +126,13 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[bool] = loop.create_future()
         self._thread.post(functools.partial(self._thread.abort_id, request_id, loop, reply))
+        return await reply
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all KV that is kept for later hits; False, and nothing happens, while a request runs."""
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[bool] = loop.create_future()
+        self._thread.post(functools.partial(self._thread.reset_prefix_cache, loop, reply))
         return await reply
 
     async def shutdown(self) -> None:
@@ -259,6 +268,16 @@ class _EngineThread:
             deltas = self.engine.abort(request_id)
             self._hand_over(deltas)
             result = bool(deltas)
+        with contextlib.suppress(RuntimeError):  # that loop is closed
+            loop.call_soon_threadsafe(_settle, reply, result)
+
+    def reset_prefix_cache(self, loop: asyncio.AbstractEventLoop, reply: asyncio.Future[bool]) -> None:
+        """Forget what is kept for later hits, and tell whoever asked whether it was possible."""
+        result: bool | Exception
+        try:
+            result = _dead(self._end) if self._end is not None else self.engine.reset_prefix_cache()
+        except EngineDeadError as error:  # the next step says so to everybody
+            result = _dead(error)
         with contextlib.suppress(RuntimeError):  # that loop is closed
             loop.call_soon_threadsafe(_settle, reply, result)
 

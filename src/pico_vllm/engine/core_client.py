@@ -29,6 +29,8 @@ from pico_vllm.engine.core_messages import (
     Progress,
     Ready,
     RequestStep,
+    ResetPrefixCache,
+    ResetReply,
     Start,
     StepOutputs,
     encode,
@@ -46,6 +48,7 @@ from pico_vllm.errors import (
     RequestError,
     WeightLoadError,
 )
+from pico_vllm.kv_cache import CacheStats
 from pico_vllm.request import FinishReason
 from pico_vllm.scheduler.admission import checked_max_tokens
 
@@ -84,12 +87,21 @@ class EngineCoreClient(Protocol):
         """Where the time went in the steps that the last call of ``step`` has brought."""
         ...
 
+    @property
+    def cache_stats(self) -> CacheStats:
+        """Hits and evictions since the start, and where the blocks are, as far as is known here."""
+        ...
+
     def add_request(self, request: Request) -> None:
         """Queue a request; RequestError if its id is in use or it can never run."""
         ...
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state, with no further output; False when it is unknown or has finished."""
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV that is kept for later hits; False, and nothing happens, while a request runs."""
         ...
 
     def has_unfinished_requests(self) -> bool:
@@ -151,7 +163,9 @@ class ProcessCoreClient:
         self._live_ids: dict[int, str] = {}  # the same the other way round
         self._arrived: deque[StepOutputs] = deque()
         self._awaited_keys: set[int] = set()
-        self._replies: dict[int, AddReply] = {}
+        self._replies: dict[int, AddReply | ResetReply] = {}
+        #: As of the last outputs that have arrived.
+        self.cache_stats = CacheStats()
         self._death: str | None = None
         self._send_lock = threading.Lock()
         self._receive_lock = threading.Lock()
@@ -192,7 +206,10 @@ class ProcessCoreClient:
         self._live_ids[key] = request.request_id
         try:
             if wants_reply:
-                self._send_and_await_reply(key, message)
+                reply = self._send_and_await_reply(key, message)
+                assert isinstance(reply, AddReply)
+                if reply.error is not None:
+                    raise RequestError(reply.error)
             else:
                 self._send(message)
         except BaseException:
@@ -210,6 +227,18 @@ class ProcessCoreClient:
         self._forget(key)
         self._send(encode(Abort(request_id)))
         return True
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV that is kept for later hits; the core answers between two steps.
+
+        Returns:
+            False while a request runs there, and then nothing has happened.
+        """
+        self._raise_if_dead()
+        key = next(self._keys)
+        reply = self._send_and_await_reply(key, encode(ResetPrefixCache(key)))
+        assert isinstance(reply, ResetReply)
+        return reply.is_done
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything to do."""
@@ -289,19 +318,17 @@ class ProcessCoreClient:
         if not is_sent:
             self._raise_if_dead()
 
-    def _send_and_await_reply(self, key: int, message: bytes) -> None:
+    def _send_and_await_reply(self, key: int, message: bytes) -> AddReply | ResetReply:
         self._awaited_keys.add(key)
         try:
             self._send(message)
             while key not in self._replies:
                 self._raise_if_dead()
                 self._receive(POLL_MS)
-            error = self._replies[key].error
+            return self._replies[key]
         finally:
             self._awaited_keys.discard(key)
             self._replies.pop(key, None)
-        if error is not None:
-            raise RequestError(error)
 
     def _receive(self, timeout_ms: int) -> None:
         """Take in all that has arrived; if nothing has, wait for something."""
@@ -320,6 +347,11 @@ class ProcessCoreClient:
     def _take_in(self, message: FromCore) -> None:
         if isinstance(message, StepOutputs):
             self._arrived.append(message)
+            self.cache_stats = message.cache
+        elif isinstance(message, ResetReply):
+            self.cache_stats = message.cache
+            if message.key in self._awaited_keys:
+                self._replies[message.key] = message
         elif isinstance(message, Failed):
             self._death = f"{_first_line(message)}\n\nIn the engine core's process:\n{message.traceback}"
         elif isinstance(message, AddReply):
@@ -329,7 +361,7 @@ class ProcessCoreClient:
                 # The checks here and there are the same, so this is a bug of ours; it costs this request alone.
                 logger.error("the engine core refuses a request that was let through: %s", message.error)
                 step = RequestStep(message.key, (), FinishReason.ABORT, None, (), ())
-                self._arrived.append(StepOutputs((step,), StepTimes(num_steps=0)))
+                self._arrived.append(StepOutputs((step,), StepTimes(num_steps=0), self.cache_stats))
 
     def _take_arrived(self) -> list[EngineCoreOutput]:
         """Outputs of the requests that are still live; ends those that have ended."""

@@ -17,12 +17,13 @@ import msgspec
 from pico_vllm.config import EngineConfig
 from pico_vllm.engine.stats import StepTimes
 from pico_vllm.errors import RequestError
+from pico_vllm.kv_cache import CacheStats
 from pico_vllm.outputs import EngineCoreOutput, TokenLogprobs
 from pico_vllm.request import FinishReason, Request
 from pico_vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 #: Raised whenever a message changes its meaning or its fields.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):
@@ -50,6 +51,7 @@ class AddRequest(_Message, frozen=True):
     Attributes:
         params: the fields of its SamplingParams that are not at their defaults.
         stop_token_ids: all ids that end it, the model's own among them.
+        cache_salt: whom it shares KV with.
         wants_reply: send an ``AddReply`` in any case; a refusal is always sent.
     """
 
@@ -61,6 +63,7 @@ class AddRequest(_Message, frozen=True):
     stop_token_ids: tuple[int, ...]
     sample_index: int
     bad_words_token_ids: tuple[tuple[int, ...], ...]
+    cache_salt: str | None
     wants_reply: bool
 
 
@@ -68,6 +71,12 @@ class Abort(_Message, frozen=True):
     """End a request; unknown and finished ones are no error."""
 
     request_id: str
+
+
+class ResetPrefixCache(_Message, frozen=True):
+    """Forget all KV that is kept for later hits; answered by a ``ResetReply`` with the same key."""
+
+    key: int
 
 
 class Shutdown(_Message, frozen=True):
@@ -110,6 +119,14 @@ class AddReply(_Message, frozen=True):
     error: str | None
 
 
+class ResetReply(_Message, frozen=True):
+    """Whether the prefix cache has been reset: not while a request ran."""
+
+    key: int
+    is_done: bool
+    cache: CacheStats
+
+
 #: The fields of a TokenLogprobs.
 LogprobsFields = tuple[tuple[int, ...], tuple[float, ...], int]
 
@@ -123,6 +140,7 @@ class RequestStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
     stop_reason: int | None
     logprobs: tuple[LogprobsFields, ...]
     prompt_logprobs: tuple[LogprobsFields, ...]
+    num_cached_tokens: int = 0
 
 
 class StepOutputs(_Message, frozen=True):
@@ -130,10 +148,11 @@ class StepOutputs(_Message, frozen=True):
 
     steps: tuple[RequestStep, ...]
     times: StepTimes
+    cache: CacheStats
 
 
-ToCore = Start | AddRequest | Abort | Shutdown
-FromCore = Hello | Progress | Ready | Failed | AddReply | StepOutputs
+ToCore = Start | AddRequest | Abort | ResetPrefixCache | Shutdown
+FromCore = Hello | Progress | Ready | Failed | AddReply | ResetReply | StepOutputs
 
 
 def _plain(value: Any) -> Any:
@@ -183,6 +202,7 @@ def encode_request(key: int, request: Request, *, wants_reply: bool = False) -> 
         stop_token_ids=tuple(sorted(request.stop_token_ids)),
         sample_index=request.sample_index,
         bad_words_token_ids=request.bad_words_token_ids,
+        cache_salt=request.cache_salt,
         wants_reply=wants_reply,
     )
     try:
@@ -206,6 +226,7 @@ def decode_request(message: AddRequest) -> Request:
         eos_token_ids=message.stop_token_ids,
         sample_index=message.sample_index,
         bad_words_token_ids=message.bad_words_token_ids,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -218,6 +239,7 @@ def step_of(key: int, output: EngineCoreOutput) -> RequestStep:
         output.stop_reason,
         tuple([(entry.token_ids, entry.logprobs, entry.rank) for entry in output.logprobs]),
         tuple([(entry.token_ids, entry.logprobs, entry.rank) for entry in output.prompt_logprobs]),
+        output.num_cached_tokens,
     )
 
 
@@ -230,6 +252,7 @@ def output_of(request_id: str, step: RequestStep) -> EngineCoreOutput:
         step.stop_reason,
         tuple([TokenLogprobs(*fields) for fields in step.logprobs]),
         tuple([TokenLogprobs(*fields) for fields in step.prompt_logprobs]),
+        step.num_cached_tokens,
     )
 
 

@@ -31,6 +31,8 @@ from pico_vllm.engine.core_messages import (
     Hello,
     Progress,
     Ready,
+    ResetPrefixCache,
+    ResetReply,
     Start,
     StepOutputs,
     ToCore,
@@ -94,7 +96,7 @@ class CoreProcess:
         try:
             core = self._build()
             while self._take_messages(core):
-                self._send_outputs(core.step(), core.last_times)
+                self._send_outputs(core.step(), core)
         except BaseException as error:
             trace = "".join(traceback.format_exception(error))
             self._send(Failed(type(error).__name__, str(error), trace))
@@ -135,6 +137,9 @@ class CoreProcess:
             elif isinstance(message, Abort):
                 self._keys.pop(message.request_id, None)
                 core.abort(message.request_id)
+            elif isinstance(message, ResetPrefixCache):
+                is_done = core.reset_prefix_cache()
+                self._send(ResetReply(message.key, is_done, core.cache_stats))
             else:
                 return False
 
@@ -148,14 +153,15 @@ class CoreProcess:
         if error is not None or message.wants_reply:
             self._send(AddReply(message.key, error))
 
-    def _send_outputs(self, outputs: list[EngineCoreOutput], times: StepTimes) -> None:
-        times = dataclasses.replace(times, awaits_caller=False)  # this loop goes on by itself
+    def _send_outputs(self, outputs: list[EngineCoreOutput], core: EngineCore) -> None:
+        times = dataclasses.replace(core.last_times, awaits_caller=False)  # this loop goes on by itself
         if self._unsent_times is not None:
             times = self._unsent_times + times
         self._unsent_times = None if outputs else times
         if not outputs:
             return
-        self._send(StepOutputs(tuple([step_of(self._keys[output.request_id], output) for output in outputs]), times))
+        steps = tuple([step_of(self._keys[output.request_id], output) for output in outputs])
+        self._send(StepOutputs(steps, times, core.cache_stats))
         for output in outputs:
             if output.finish_reason is not None:
                 del self._keys[output.request_id]

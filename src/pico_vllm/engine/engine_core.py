@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from pico_vllm.config import EngineConfig, ModelConfig
+    from pico_vllm.kv_cache import CacheStats
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Progress
     from pico_vllm.request import Request
@@ -77,7 +78,11 @@ class EngineCore:
     ) -> None:
         max_model_len = _resolve_max_model_len(config, model_config)
         self.executor = UniProcExecutor(config, model_config, source, max_model_len=max_model_len, progress=progress)
-        self.kv_cache_manager = KVCacheManager(self.executor.num_blocks, config.cache.block_size)
+        self.kv_cache_manager = KVCacheManager(
+            self.executor.num_blocks,
+            config.cache.block_size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
         self.scheduler = Scheduler(
             kv_cache_manager=self.kv_cache_manager,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -127,6 +132,21 @@ class EngineCore:
             self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
         return self.scheduler.abort(request_id)
 
+    @property
+    def cache_stats(self) -> CacheStats:
+        """Hits and evictions since the start, and where the blocks are."""
+        return self.kv_cache_manager.stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV that is kept for later hits.
+
+        Returns:
+            False while a request runs, and then nothing has happened: what it stands on cannot go. Requests that wait
+            don't matter.
+        """
+        self._raise_if_dead()
+        return self.kv_cache_manager.reset_prefix_cache()
+
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything to do.
 
@@ -168,7 +188,7 @@ class EngineCore:
         self._death = self._death or "the engine has been shut down"
 
     def _recompute_everything(self) -> None:
-        """After a failed step nobody knows what the device has done: give up all rows and all computed tokens."""
+        """After a failed step nobody knows what the device has done: give up all rows and all KV, cached or not."""
         self._inflight = None
         self.scheduler.preempt_all()
         self.executor.reset()

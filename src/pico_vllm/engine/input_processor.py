@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from pico_vllm.engine.engine_core import EngineLimits
     from pico_vllm.engine.tokenizer import Tokenizer
 
-#: A prompt: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM.
+#: A prompt: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM, there also with a
+#: "cache_salt": only prompts with the same one share KV in the prefix cache.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -66,6 +67,7 @@ class InputProcessor:
         self._check_params(params)
         bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
         text, token_ids = self._text_and_ids(prompt)
+        cache_salt = _cache_salt(prompt)
         self._check_length(len(token_ids))
         if params.max_tokens is None:
             params = dataclasses.replace(params, max_tokens=self._limits.max_request_tokens - len(token_ids))
@@ -77,6 +79,7 @@ class InputProcessor:
             "seed": seed,
             "eos_token_ids": self._eos_token_ids,
             "bad_words_token_ids": bad_words_token_ids,
+            "cache_salt": cache_salt,
         }
         requests = [Request(first, token_ids, params, **options)]
         if others and params.prompt_logprobs is not None:  # the prompt is the same: once is enough
@@ -98,6 +101,7 @@ class InputProcessor:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
     ) -> Prompt:
         """Return the prompt that a conversation makes, as text and as ids; the template writes its special tokens.
 
@@ -117,7 +121,8 @@ class InputProcessor:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": cache_salt}
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse what doesn't fit this model and this engine."""
@@ -154,8 +159,10 @@ class InputProcessor:
 
     def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            if unknown := sorted(set(prompt) - {"prompt", "prompt_token_ids"}, key=str):
-                raise RequestError(f"prompt has unknown keys {unknown}; known: 'prompt', 'prompt_token_ids'")
+            if unknown := sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}, key=str):
+                raise RequestError(
+                    f"prompt has unknown keys {unknown}; known: 'prompt', 'prompt_token_ids', 'cache_salt'"
+                )
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), self._checked_ids(prompt["prompt_token_ids"])
             prompt = prompt.get("prompt", "")
@@ -195,6 +202,16 @@ class InputProcessor:
                 f"{limits.block_size} tokens holds {limits.num_blocks * limits.block_size}: shorten it, or give the "
                 "cache more memory"
             )
+
+
+def _cache_salt(prompt: Prompt) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not salt:
+        raise RequestError(f"cache_salt={salt!r} must be a text of at least one character, or be left out")
+    _check_unicode("cache_salt", salt)
+    return salt
 
 
 def _check_unicode(name: str, text: str) -> None:

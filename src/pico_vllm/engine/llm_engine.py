@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pico_vllm.engine.input_processor import Prompt
+    from pico_vllm.kv_cache import CacheStats
     from pico_vllm.outputs import RequestDelta
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,15 @@ class LLMEngine:
         """Requests added and not ended."""
         return self._outputs.num_requests
 
+    @property
+    def cache_stats(self) -> CacheStats:
+        """Of the KV cache: hits and evictions since the engine started, and where its blocks are now."""
+        return self.core.cache_stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV that is kept for later hits; False, and nothing happens, while a request runs."""
+        return self.core.reset_prefix_cache()
+
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """What the checkpoint's ``generation_config.json`` asks for (greedy if it doesn't), but for ``overrides``."""
         defaults: dict[str, Any] = {"temperature": 0.0}
@@ -73,7 +83,8 @@ class LLMEngine:
 
         Args:
             messages: dicts with "role" and "content".
-            options: add_generation_prompt, tools, chat_template_kwargs, as of ``Tokenizer.apply_chat_template``.
+            options: add_generation_prompt, tools, chat_template_kwargs, as of ``Tokenizer.apply_chat_template``, and
+                cache_salt.
 
         Raises:
             RequestError: the model has no chat template, or a message (named by its index) is wrong.

@@ -80,6 +80,8 @@ class OutputProcessor:
                 request.last_token_s = now
                 if request.first_token_s is None:
                     request.first_token_s = now
+                if sample.index == 0 and not sample.token_ids:
+                    request.num_cached_tokens = output.num_cached_tokens
             elif output.finish_reason is None:
                 continue
             if sample.is_plain and output.finish_reason is None:
@@ -146,6 +148,7 @@ class _RequestState:
         "arrival_s",
         "first_token_s",
         "last_token_s",
+        "num_cached_tokens",
         "num_unfinished",
         "prompt",
         "prompt_logprobs",
@@ -172,6 +175,7 @@ class _RequestState:
         self.last_token_s: float | None = None
         self.samples: list[_SampleState] = []
         self.num_unfinished = 0
+        self.num_cached_tokens: int | None = None
 
     def add_prompt_logprobs(self, of_prompt: Sequence[TokenLogprobs]) -> None:
         assert self.prompt_logprobs is not None, f"{self.request_id}: prompt_logprobs that nobody asked for"
@@ -187,6 +191,7 @@ class _RequestState:
             finished=True,
             metrics=RequestMetrics(self.arrival_s, self.first_token_s, self.last_token_s),
             prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

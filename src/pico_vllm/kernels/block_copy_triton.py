@@ -77,7 +77,9 @@ def _copy(
     block_elements = source[0][0].numel()
     tiles_a_block = triton.cdiv(block_elements, _TILE)
     source_layers, destination_layers = _addresses(source), _addresses(destination)
-    addresses = torch.tensor((source_layers, destination_layers), dtype=torch.int64).to(source[0].device)
+    addresses = torch.tensor((source_layers, destination_layers), dtype=torch.int64)
+    addresses = addresses.pin_memory() if source[0].is_cuda else addresses  # pageable memory would wait for the stream
+    addresses = addresses.to(source[0].device, non_blocking=True)
     _copy_blocks_kernel[(len(source_ids) * tiles_a_block, len(source))](
         source[0],
         destination[0],

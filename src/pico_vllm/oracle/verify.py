@@ -178,18 +178,21 @@ def _random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[
 def _run_engine(
     engine: LLMEngine, prompts: Sequence[Sequence[int]], num_new_tokens: int
 ) -> tuple[dict[str, list[int]], EngineTaps]:
-    """Prompt and output ids of each request, and what was computed on the way.
+    """Prompt and output ids of each request, and what was computed on the way: every position of every request.
 
     Prompt logprobs make every position a wanted one: without them the end of the model would run for sampled ones only.
+    An empty prefix cache and a salt for each request: nothing is taken from anywhere else.
     """
     params = SamplingParams(
         temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True, detokenize=False, prompt_logprobs=0
     )
     sequences = {f"verify-{i}": list(prompt) for i, prompt in enumerate(prompts)}
     taps = EngineTaps(engine)
+    if not engine.reset_prefix_cache():
+        raise ConfigError("the engine has requests that run: verify it when it is idle")
     with taps.watching():
         for request_id, prompt in sequences.items():
-            engine.add_request(request_id, list(prompt), params)
+            engine.add_request(request_id, {"prompt_token_ids": list(prompt), "cache_salt": request_id}, params)
         while engine.has_unfinished_requests():
             for delta in engine.step():
                 sequences[delta.request_id] += delta.new_token_ids

@@ -16,6 +16,11 @@ meanwhile. The blocks of all of these are free at once, with a step that writes 
 only a later ``schedule`` can give a block away, and the device runs steps in the order of their schedules, so a new
 owner writes and reads it after the last write of the old one.
 
+Prefix caching (docs/radix-cache.md). What a request has in common with cached sequences is found when it is admitted,
+and counts as computed from then on. What is scheduled is inserted at once, so that the next request shares it: within
+a step every layer stores before it attends. When a step fails, nobody knows what was stored: the whole cache is given
+up.
+
 Order. All running requests came before all waiting ones, and both queues are in order of arrival: requests are admitted
 from the front of the waiting queue, and a preempted request (always the newest running one) returns to that front.
 
@@ -155,6 +160,7 @@ class Scheduler:
         The worker must see each result that schedules or drops anything. Nothing is scheduled only if nothing is
         unfinished, or if everything waits for the output of a step in flight.
         """
+        self._kv_cache_manager.begin_step()
         step = _Step(self._max_num_batched_tokens, len(self._decoding), self._target_itl)
         if self._schedule_running(step):
             self._schedule_waiting(step)
@@ -163,6 +169,7 @@ class Scheduler:
             num_decode_reqs=len(step.decodes),
             num_tokens=self._max_num_batched_tokens - step.budget,
             dropped_request_ids=tuple(self._dropped_request_ids),
+            block_copies=self._kv_cache_manager.take_block_copies(),
         )
         self._dropped_request_ids.clear()
         if output.scheduled:
@@ -202,11 +209,14 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Send every running request back to the front of the queue, as if no step had ever run; for a failed step.
 
-        What is in flight is given up, and the worker must forget its rows: none of them is named as dropped.
+        What is in flight is given up, and so is the prefix cache. The worker must forget its rows: none of them is
+        named as dropped.
         """
         while self._running:
             _, newest = self._running.popitem()
-            self._preempt(newest)
+            self._preempt(newest, keep=False)
+        was_reset = self._kv_cache_manager.reset_prefix_cache()
+        assert was_reset, "a request that isn't running has blocks"
         while self._inflight:
             output, requests = self._inflight.pop()
             for scheduled, (request, _) in zip(output.scheduled, requests, strict=True):
@@ -237,7 +247,10 @@ class Scheduler:
                 break
             step.add(request, start, num_new_tokens, block_ids)
             if not is_decode:
+                self._kv_cache_manager.insert(request, start + num_new_tokens)
                 self._count_chunk(request, step, start, num_new_tokens)
+            elif block_ids:  # a block of generated tokens is full
+                self._kv_cache_manager.insert(request, min(start, request.num_tokens))
         return self.num_preemptions == num_preemptions
 
     def _allocate_or_preempt(self, request: Request, num_tokens_total: int) -> tuple[int, ...] | None:
@@ -267,23 +280,28 @@ class Scheduler:
         throw it out again at the next block boundary of any other, over and over. With nothing running all blocks are
         free and ``add`` has made sure that they are enough, so the front of the queue always gets in: no deadlock.
         """
-        num_computed_tokens = self._kv_cache_manager.get_num_computed_tokens(request)
         num_tokens = request.num_tokens
-        num_new_tokens = num_tokens - num_computed_tokens
-        room = step.prompt_room(num_computed_tokens)
-        if num_new_tokens > room:
-            if room <= 0 or not self._enable_chunked_prefill:
+        if step.prompt_room(0) <= 0:
+            return False
+        if not self._enable_chunked_prefill:
+            num_cached_tokens = self._kv_cache_manager.get_num_cached_tokens(request)
+            if num_tokens - min(num_cached_tokens, num_tokens - 1) > step.prompt_room(0):
                 return False
-            num_new_tokens = room
         headroom = len(self._running) + 1 if self._running else 0
-        if self._kv_cache_manager.allocate_slots(request.request_id, num_tokens, headroom=headroom) is None:
+        num_cached_tokens = self._kv_cache_manager.admit(request, headroom=headroom)
+        if num_cached_tokens is None:
             assert self._running, f"{request} doesn't fit an empty cache"
             return False
+        num_computed_tokens = min(num_cached_tokens, num_tokens - 1)
+        # A token at least, though beside a long prefix even that may take longer than the target leaves.
+        num_new_tokens = max(1, min(num_tokens - num_computed_tokens, step.prompt_room(num_computed_tokens)))
         del self._waiting[request.request_id]
         self._running[request.request_id] = request
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed_tokens
         request.num_prefill_tokens = num_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_computed_tokens
         block_ids = self._kv_cache_manager.block_table(request.request_id)
         row = NewRequestData(
             params=request.params,
@@ -294,7 +312,8 @@ class Scheduler:
             bad_words_token_ids=request.bad_words_token_ids,
             known_token_ids=request.token_ids(0, num_tokens) if request.samples_from_history else (),
         )
-        step.add(request, num_computed_tokens, num_new_tokens, block_ids, row)
+        step.add(request, num_computed_tokens, num_new_tokens, block_ids, row, num_cached_tokens)
+        self._kv_cache_manager.insert(request, num_computed_tokens + num_new_tokens)
         self._count_chunk(request, step, num_computed_tokens, num_new_tokens)
         return True
 
@@ -312,18 +331,26 @@ class Scheduler:
         if token_id < 0:  # masks have left nothing to choose from
             del self._running[request.request_id]
             self._release(request, RequestStatus.FINISHED)
-            return EngineCoreOutput(request.request_id, (), FinishReason.ERROR)
+            return EngineCoreOutput(
+                request.request_id, (), FinishReason.ERROR, num_cached_tokens=request.num_cached_tokens
+            )
         request.output_token_ids.append(token_id)
         if token_id in request.stop_token_ids and len(request.output_token_ids) > request.params.min_tokens:
             reason = FinishReason.STOP
         elif len(request.output_token_ids) >= request.max_tokens:
             reason = FinishReason.LENGTH
         else:
-            return EngineCoreOutput(request.request_id, token_ids)
+            return EngineCoreOutput(request.request_id, token_ids, num_cached_tokens=request.num_cached_tokens)
         del self._running[request.request_id]
         self._release(request, RequestStatus.FINISHED)
         asked_for = reason is FinishReason.STOP and token_id in request.params.stop_token_ids
-        return EngineCoreOutput(request.request_id, token_ids, reason, token_id if asked_for else None)
+        return EngineCoreOutput(
+            request.request_id,
+            token_ids,
+            reason,
+            token_id if asked_for else None,
+            num_cached_tokens=request.num_cached_tokens,
+        )
 
     @staticmethod
     def _with_logprobs(
@@ -343,21 +370,27 @@ class Scheduler:
                 in_order.append(dataclasses.replace(output, logprobs=new_logprobs, prompt_logprobs=of_prompt))
         return in_order
 
-    def _preempt(self, request: Request) -> None:
-        """Send a request that has just left the running ones to the front of the queue, to be computed anew."""
-        self._release(request, RequestStatus.WAITING)
+    def _preempt(self, request: Request, *, keep: bool = True) -> None:
+        """Send a request that has just left the running ones to the front of the queue, to be computed anew.
+
+        Args:
+            request: it.
+            keep: what it has computed stays in the prefix cache, and most of it will be found there again.
+        """
+        self._release(request, RequestStatus.WAITING, keep=keep)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting[request.request_id] = request
         self._waiting.move_to_end(request.request_id, last=False)
 
-    def _release(self, request: Request, status: RequestStatus) -> None:
+    def _release(self, request: Request, status: RequestStatus, *, keep: bool = True) -> None:
         """Take blocks and row from a request that has just left the running ones."""
         request.status = status
+        num_scheduled = min(request.num_computed_tokens + request.num_inflight_tokens, request.num_tokens)
         request.num_inflight_tokens = request.num_inflight_samples = 0
         self._decoding.discard(request.request_id)
-        self._kv_cache_manager.free(request.request_id)
+        self._kv_cache_manager.free(request, num_scheduled if keep else 0)
         self._dropped_request_ids.append(request.request_id)
 
 
@@ -419,6 +452,7 @@ class _Step:
         num_new_tokens: int,
         new_block_ids: tuple[int, ...],
         new_request: NewRequestData | None = None,
+        slots_start: int = 0,
     ) -> None:
         """Schedule positions [start, start + num_new_tokens) of a request that has slots for them."""
         end = start + num_new_tokens
@@ -436,6 +470,7 @@ class _Step:
             new_request,
             targets,
             targets_start,
+            slots_start if slots_start > start else 0,
         )
         request.num_inflight_tokens += num_new_tokens
         request.num_inflight_samples += scheduled.samples

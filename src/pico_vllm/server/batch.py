@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
+    from pico_vllm.engine.input_processor import Prompt
     from pico_vllm.engine.llm_engine import LLMEngine
 
 #: Requests given to the engine at a time: enough to fill its batch, few enough to keep a huge file out of memory.
@@ -151,10 +152,13 @@ def _add(engine: LLMEngine, request_id: str, line: BatchLine) -> None:
     if line.problem is not None:
         raise RequestError(line.problem)
     request = parse_request(line.url, line.body)
-    prompt = request.prompt
-    if prompt is None:
+    prompt: Prompt
+    if request.prompt is None:
         assert request.messages is not None
-        prompt = engine.chat_prompt(request.messages, **request.template_options)
+        prompt = engine.chat_prompt(request.messages, cache_salt=request.cache_salt, **request.template_options)
+    else:
+        kind = "prompt" if isinstance(request.prompt, str) else "prompt_token_ids"
+        prompt = {kind: request.prompt, "cache_salt": request.cache_salt}
     engine.add_request(request_id, prompt, request.params)
 
 

@@ -62,6 +62,7 @@ class ParsedRequest:
         messages: the conversation (chat), else None.
         template_options: tools, add_generation_prompt, chat_template_kwargs of a chat.
         params: how to sample.
+        cache_salt: only requests with the same one share KV in the prefix cache.
     """
 
     url: str
@@ -69,6 +70,7 @@ class ParsedRequest:
     messages: list[dict[str, Any]] | None
     template_options: dict[str, Any]
     params: SamplingParams
+    cache_salt: str | None = None
 
 
 def parse_request(url: str, body: Any) -> ParsedRequest:
@@ -88,14 +90,14 @@ def parse_request(url: str, body: Any) -> ParsedRequest:
     options["structured_outputs"] = _structured_outputs(body.get("response_format"))
     params = SamplingParams(**options)
     if not is_chat:
-        return ParsedRequest(url, _prompt(body.get("prompt")), None, {}, params)
+        return ParsedRequest(url, _prompt(body.get("prompt")), None, {}, params, body.get("cache_salt"))
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"messages={messages!r} must be a list of at least one message")
     template = {
         name: body[name] for name in ("tools", "add_generation_prompt", "chat_template_kwargs") if body.get(name)
     }
-    return ParsedRequest(url, None, messages, template, params)
+    return ParsedRequest(url, None, messages, template, params, body.get("cache_salt"))
 
 
 def response_body(url: str, model: str, output: RequestOutput) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def error_body(message: str) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------- requests
 def _refuse_unknown(body: Mapping[str, Any], is_chat: bool) -> None:
-    known = {"model", "max_tokens", "logprobs", *_SAME_NAME, *_WITHOUT_EFFECT, *_FIXED}
+    known = {"model", "max_tokens", "logprobs", "cache_salt", *_SAME_NAME, *_WITHOUT_EFFECT, *_FIXED}
     known |= set(_CHAT_ONLY if is_chat else _COMPLETION_ONLY)
     if unknown := sorted(set(body) - known, key=str):
         raise RequestError(f"the body has fields that are not implemented: {', '.join(map(str, unknown))}")

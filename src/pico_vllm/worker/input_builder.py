@@ -259,6 +259,10 @@ class InputBuilder:
         tables = self._block_tables[rows, : -(-max_seq_len // self._block_size)]
         blocks = tables[sequence_of, positions // self._block_size]
         slot_mapping = blocks.astype(np.int64) * self._block_size + positions % self._block_size
+        for s, request in enumerate(step.scheduled):
+            if request.slots_start > request.num_computed_tokens:
+                stored = query_start_loc[s] + request.slots_start - request.num_computed_tokens
+                slot_mapping[query_start_loc[s] : min(stored, query_start_loc[s + 1])] = -1
         sampled = np.array([s for s, request in enumerate(step.scheduled) if request.samples], dtype=np.int64)
         sampled_rows = rows[sampled]
         prompt = self._prompt_logprobs(step, rows, query_start_loc) if self._rows_with_prompt_logprobs else None

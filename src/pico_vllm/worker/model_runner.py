@@ -165,7 +165,10 @@ class ModelRunner:
         return self._graphs is not None
 
     def set_backend(self, backend: KernelBackend) -> None:
-        """Run with other ops from the next step on; parameters and KV cache stay. For recording and bisecting."""
+        """Run with other ops from the next step on; parameters and KV cache stay. For recording and bisecting.
+
+        What the prefix cache keeps was computed by the ops before: reset it where the new ones compute something else.
+        """
         self.backend = backend
         self._model = model_class(self.model_config.architecture)(
             self.model_config,
@@ -308,6 +311,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _start(self, step: SchedulerOutput) -> PendingStep:
         slot = self._ring.begin_step()
+        if step.block_copies:
+            sources, destinations = self._ring.send_int32(*np.array(step.block_copies).T)
+            self.backend.copy_blocks(self.kv_caches, sources, destinations)
         forward, sampling = self._forward(step)
         if not self.computes_beside_the_host:
             self.device_time.end()

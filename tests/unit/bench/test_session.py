@@ -287,9 +287,11 @@ def test_a_suite_writes_records_tables_and_plots(model_dir, tmp_path, quick_mach
     assert command(monkeypatch, *arguments) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith((out / "report.md").read_text())
-    assert "enable_prefix_caching=True is not implemented yet" in printed.err  # told, and the rest goes on
     records = read(out / "cpu.jsonl")
     assert {r["point"] for r in records} == {"calib", "ceilings", "c1", "sweep", "prefix", "poisson", "kernel"}
+    settings = [r["settings"]["prefix_caching"] for r in records if r["point"] in ("c1", "sweep", "prefix", "poisson")]
+    assert settings[-1] is True and not any(settings[:-1]), "off, but in the last measurement of all"
+    assert [r["prefix_caching"] for r in records if r["point"] == "prefix"] == [False, False, True]
     assert (out / "report.csv").read_text().count("\n") > 100
     plots = {path.name for path in out.glob("*.png")}
     assert {"c1_decode.png", "c1_ttft.png", "sweep_latency.png", "goodput.png"} <= plots

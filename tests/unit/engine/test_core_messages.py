@@ -19,6 +19,8 @@ from pico_vllm.engine.core_messages import (
     Hello,
     Progress,
     Ready,
+    ResetPrefixCache,
+    ResetReply,
     Shutdown,
     Start,
     StepOutputs,
@@ -33,9 +35,12 @@ from pico_vllm.engine.core_messages import (
 )
 from pico_vllm.engine.stats import StepTimes
 from pico_vllm.errors import ConfigError, EngineDeadError, RequestError, WeightLoadError
+from pico_vllm.kv_cache import CacheStats
 from pico_vllm.outputs import EngineCoreOutput, TokenLogprobs
 from pico_vllm.request import FinishReason, Request
 from pico_vllm.sampling_params import MAX_SEED, MAX_TOKEN_ID, StructuredOutputsParams
+
+CACHE = CacheStats(10, 4, 3, 2, 1, 0)
 
 token_ids = st.integers(0, MAX_TOKEN_ID)
 id_tuples = st.lists(token_ids, max_size=4).map(tuple)
@@ -94,6 +99,7 @@ requests = st.builds(
     eos_token_ids=id_tuples,
     sample_index=st.integers(0, 255),
     bad_words_token_ids=st.lists(id_tuples, max_size=3).map(tuple),
+    cache_salt=st.none() | texts,
 )
 token_logprobs = st.builds(
     lambda entries, rank: TokenLogprobs(tuple(i for i, _ in entries), tuple(p for _, p in entries), rank),
@@ -107,6 +113,7 @@ OUTPUT = {
     "stop_reason": st.none() | token_ids,
     "logprobs": st.lists(token_logprobs, max_size=2).map(tuple),
     "prompt_logprobs": st.lists(token_logprobs, max_size=3).map(tuple),
+    "num_cached_tokens": token_ids,
 }
 outputs = st.fixed_dictionaries(OUTPUT).map(lambda values: EngineCoreOutput(**values))
 
@@ -169,9 +176,9 @@ def test_what_msgpack_has_no_place_for_is_that_requests_error(params, words):
 @given(st.lists(outputs, max_size=4))
 def test_outputs_come_back_with_every_field(step):
     times = StepTimes(num_steps=3, num_tokens=5, num_seqs=2, schedule_s=0.5, launch_s=4.0, busy_s=3.0, num_late_steps=2)
-    message = StepOutputs(tuple(step_of(key, output) for key, output in enumerate(step)), times)
+    message = StepOutputs(tuple(step_of(key, output) for key, output in enumerate(step)), times, CACHE)
     restored = decode_from_core(encode(message))
-    assert restored.times == times
+    assert (restored.times, restored.cache) == (times, CACHE)
     assert [sent.key for sent in restored.steps] == list(range(len(step)))
     for sent, output in zip(restored.steps, step, strict=True):
         assert output_of(output.request_id, sent) == output
@@ -179,7 +186,7 @@ def test_outputs_come_back_with_every_field(step):
 
 def test_a_finish_reason_is_the_enum_again():
     sent = decode_from_core(
-        encode(StepOutputs((step_of(1, EngineCoreOutput("r", (4,), FinishReason.STOP)),), StepTimes()))
+        encode(StepOutputs((step_of(1, EngineCoreOutput("r", (4,), FinishReason.STOP)),), StepTimes(), CACHE))
     )
     assert output_of("r", sent.steps[0]).finish_reason is FinishReason.STOP
 
@@ -187,7 +194,7 @@ def test_a_finish_reason_is_the_enum_again():
 def test_an_impossible_logprob_survives():
     entry = TokenLogprobs((3, 4), (-math.inf, -0.0), 300)
     sent = decode_from_core(
-        encode(StepOutputs((step_of(0, EngineCoreOutput("r", (3,), logprobs=(entry,))),), StepTimes()))
+        encode(StepOutputs((step_of(0, EngineCoreOutput("r", (3,), logprobs=(entry,))),), StepTimes(), CACHE))
     )
     assert output_of("r", sent.steps[0]).logprobs == (entry,)
 
@@ -195,7 +202,7 @@ def test_an_impossible_logprob_survives():
 # -------------------------------------------------------------------------------------------------- other messages
 @pytest.mark.parametrize(
     "message",
-    [Start({"model": "/m", "block_size": 8}, 20, None), Abort("r"), Shutdown()],
+    [Start({"model": "/m", "block_size": 8}, 20, None), Abort("r"), ResetPrefixCache(3), Shutdown()],
     ids=lambda m: type(m).__name__,
 )
 def test_messages_to_the_core_come_back(message):
@@ -211,6 +218,7 @@ def test_messages_to_the_core_come_back(message):
         Failed("E", "m", "t"),
         AddReply(1, None),
         AddReply(1, "no"),
+        ResetReply(3, True, CacheStats(1, 2, 3, 4, 5, 6)),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -66,6 +66,11 @@ SETTINGS = {
     "tiny-pool-tiny-chunks": Setting({"num_gpu_blocks_override": 6, "max_num_batched_tokens": 5}, preempts=True),
     "tiny-pool-staggered": Setting({"num_gpu_blocks_override": 7}, order="staggered", preempts=True),
     "reference-backend": Setting({"backend": "reference"}),
+    "prefix-cache": Setting({"enable_prefix_caching": True}),
+    "prefix-cache-chunks-of-7": Setting(
+        {"enable_prefix_caching": True, "max_num_batched_tokens": 7}, order="staggered"
+    ),
+    "prefix-cache-tiny-pool": Setting({"enable_prefix_caching": True, "num_gpu_blocks_override": 6}, preempts=True),
     "overlap": Setting({"async_scheduling": True}),
     "overlap-chunks-of-7": Setting({"async_scheduling": True, "max_num_batched_tokens": 7}, order="staggered"),
     "overlap-tiny-pool": Setting({"async_scheduling": True, "num_gpu_blocks_override": 6}, preempts=True),

@@ -8,6 +8,10 @@ from pico_vllm.request import Request
 from pico_vllm.sampling_params import SamplingParams
 
 
+def make_request(request_id):
+    return Request(request_id, [1, 2, 3], SamplingParams())
+
+
 def test_table_grows_by_a_block_only_when_a_boundary_is_crossed():
     manager = KVCacheManager(num_blocks=8, block_size=4)
     appended = [manager.allocate_slots("a", num_tokens) for num_tokens in range(1, 10)]
@@ -61,7 +65,7 @@ def test_free_gives_every_block_back_and_forgets_the_table():
     manager = KVCacheManager(num_blocks=4, block_size=4)
     manager.allocate_slots("a", 5)
     manager.allocate_slots("b", 5)
-    manager.free("a")
+    manager.free(make_request("a"))
     assert manager.num_free_blocks == 2
     assert manager.block_table("a") == ()
     assert manager.allocate_slots("c", 8) == (0, 1)  # in the order of the table that was freed
@@ -72,8 +76,8 @@ def test_free_is_idempotent_and_knows_no_strangers():
     manager = KVCacheManager(num_blocks=4, block_size=4)
     manager.allocate_slots("a", 5)
     for _ in range(2):
-        manager.free("a")
-        manager.free("never seen")
+        manager.free(make_request("a"))
+        manager.free(make_request("never seen"))
     assert manager.num_free_blocks == 4
     assert not manager._block_tables
     manager.check_invariants()
@@ -102,11 +106,11 @@ def test_capacity_is_counted_in_tokens():
 
 def test_nothing_is_cached_before_a_request_runs():
     manager = KVCacheManager(num_blocks=3, block_size=4)
-    request = Request("a", [1, 2, 3], SamplingParams())
-    assert manager.get_num_computed_tokens(request) == 0
-    manager.allocate_slots("a", 3)
+    request = make_request("a")
+    assert manager.get_num_cached_tokens(request) == 0
+    assert manager.admit(request) == 0
     with pytest.raises(AssertionError, match="block table already"):
-        manager.get_num_computed_tokens(request)
+        manager.get_num_cached_tokens(request)
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (-1, 16), (4, 0)])

@@ -57,6 +57,14 @@ def check(llm):
     return verify(llm.engine, prompt_lengths=LENGTHS, num_new_tokens=6)
 
 
+def test_with_a_prefix_cache_every_position_is_computed_all_the_same(qwen2):
+    """Random prompts may begin alike, and the second time all of them are known."""
+    llm = make_llm(qwen2, enable_prefix_caching=True)
+    for _ in range(2):
+        assert check(llm).passes
+    assert llm.engine.cache_stats.num_hit_tokens == 0
+
+
 def failure_of(llm):
     """(point, op) of the first failure."""
     result = check(llm)

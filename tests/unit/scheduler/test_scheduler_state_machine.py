@@ -2,14 +2,16 @@
 
 The worker's model is a checksum over the tokens it finds in a request's slots, so that a wrong id, position, slot or
 block table anywhere in the past changes what is generated. Whatever happens, each request must get the tokens it would
-have got alone.
+have got alone. With prefix caching, likewise: each slot remembers the whole prefix it was computed from, and whatever
+a request or the radix tree counts on must be what it was computed from.
 """
 
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -19,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pico_vllm.errors import RequestError
 from pico_vllm.kv_cache import KVCacheManager
+from pico_vllm.kv_cache.radix_tree import Match
 from pico_vllm.outputs import TokenLogprobs
 from pico_vllm.request import FinishReason, Request, RequestStatus
 from pico_vllm.sampling_params import SamplingParams
@@ -63,26 +66,61 @@ class Row:
     history: list[int] | None = None  # what a request with penalties was told and has sampled since
 
 
+@dataclass
+class Entry:
+    position: int
+    token_id: int
+    prefix: tuple[int, ...] | None = None  # all tokens up to this one, as attention has seen them
+
+
 class FakeWorker:
     """Rows and slots as the protocol describes them, with nothing taken from the scheduler's objects."""
 
     def __init__(self, num_blocks, block_size, max_num_seqs):
         self.num_blocks, self.block_size, self.max_num_seqs = num_blocks, block_size, max_num_seqs
         self.rows = {}
-        self.slots = {}  # slot → (request id, position, token id)
+        self.slots = {}  # slot → Entry
 
     def execute(self, output):
         for request_id in output.dropped_request_ids:
             del self.rows[request_id]
         new_tokens = [self._prepare(scheduled) for scheduled in output.scheduled]
         assert len(self.rows) <= self.max_num_seqs
+        self._copy(output.block_copies)
+        computed = []
         for scheduled, token_ids in zip(output.scheduled, new_tokens, strict=True):
             for position, token_id in enumerate(token_ids, scheduled.num_computed_tokens):
-                self.slots[self._slot(scheduled.request_id, position)] = (scheduled.request_id, position, token_id)
+                if position >= scheduled.slots_start:
+                    self.slots[self._slot(scheduled.request_id, position)] = Entry(position, token_id)
+                computed.append((position, scheduled.request_id, token_id))
+        for position, request_id, token_id in sorted(
+            computed
+        ):  # attention: every layer has stored the whole step before
+            context = self.read(self.rows[request_id].block_table, position)
+            entry = self.slots[self._slot(request_id, position)]
+            assert (entry.position, entry.token_id) == (position, token_id)
+            assert entry.prefix in (None, (*context, entry.token_id))
+            entry.prefix = (*context, entry.token_id)
         return ModelRunnerOutput(
             tuple(self._sample(scheduled) for scheduled in output.scheduled),
             prompt_logprobs=tuple(self._prompt_logprobs(scheduled) for scheduled in output.scheduled),
         )
+
+    def read(self, block_table, num_tokens):
+        """The tokens of the first positions of a sequence; each must have been computed after all those before it."""
+        entries = [self.slots[self.slot(block_table, position)] for position in range(num_tokens)]
+        token_ids = tuple(entry.token_id for entry in entries)
+        for position, entry in enumerate(entries):
+            assert (entry.position, entry.prefix) == (position, token_ids[: position + 1])
+        return token_ids
+
+    def _copy(self, block_copies):
+        sources, destinations = {source for source, _ in block_copies}, [target for _, target in block_copies]
+        assert len(set(destinations)) == len(destinations) and not sources & set(destinations)
+        for source, target in block_copies:
+            for offset in range(self.block_size):
+                entry = self.slots.get(source * self.block_size + offset)
+                self.slots[target * self.block_size + offset] = entry and replace(entry)
 
     def _prepare(self, scheduled):
         request_id, start = scheduled.request_id, scheduled.num_computed_tokens
@@ -91,7 +129,7 @@ class FakeWorker:
             data = scheduled.new_request
             assert data.params is not None
             history = list(data.known_token_ids) if data.params.has_penalties else None
-            self.rows[request_id] = Row(data.seed, data.num_prompt_tokens, history=history)
+            self.rows[request_id] = Row(data.seed, data.num_prompt_tokens, start, history=history)
         row = self.rows[request_id]
         assert start == row.num_tokens, "positions are contiguous"
         row.num_tokens += scheduled.num_new_tokens
@@ -106,12 +144,10 @@ class FakeWorker:
 
     def _sample(self, scheduled):
         row = self.rows[scheduled.request_id]
-        context = [self.slots[self._slot(scheduled.request_id, position)] for position in range(row.num_tokens)]
-        assert [entry[:2] for entry in context] == [(scheduled.request_id, p) for p in range(row.num_tokens)]
+        token_ids = list(self.read(row.block_table, row.num_tokens))
         if not scheduled.samples:
             return ()
         assert row.num_tokens >= row.num_prompt_tokens
-        token_ids = [entry[2] for entry in context]
         token_id = next_token(token_ids, row.seed)
         row.last_sampled = (row.num_tokens, token_id)
         if row.history is not None:
@@ -127,7 +163,10 @@ class FakeWorker:
         return tuple(TokenLogprobs((token_id,), (0.0,), position) for position, token_id in entries)
 
     def _slot(self, request_id, position):
-        block_id = self.rows[request_id].block_table[position // self.block_size]
+        return self.slot(self.rows[request_id].block_table, position)
+
+    def slot(self, block_table, position):
+        block_id = block_table[position // self.block_size]
         assert 0 <= block_id < self.num_blocks
         return block_id * self.block_size + position % self.block_size
 
@@ -148,12 +187,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         target_s=st.sampled_from([None, 0, 2, 4, 100]),
         min_chunk=st.integers(1, 3),
+        caching=st.booleans(),
     )
-    def build(self, num_blocks, block_size, max_num_seqs, budget, max_model_len, chunked, target_s, min_chunk):
+    def build(self, num_blocks, block_size, max_num_seqs, budget, max_model_len, chunked, target_s, min_chunk, caching):
         self.budget = budget if chunked else max(budget, max_model_len)
         self.chunked, self.max_num_seqs, self.max_model_len = chunked, max_num_seqs, max_model_len
         self.block_size = block_size
-        self.manager = KVCacheManager(num_blocks, block_size)
+        self.caching = caching
+        self.manager = KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
             kv_cache_manager=self.manager,
             max_num_seqs=max_num_seqs,
@@ -180,10 +221,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         extra=st.sampled_from(EXTRAS),
     )
-    def add(self, name, prompt, max_tokens, stop, ignore_eos, extra):
+    def add(self, name, prompt, max_tokens, stop, ignore_eos, extra, salt=None, seed=None):
         stop_token_ids = (STOP,) if stop else ()
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, **extra)
-        request = Request(name, prompt, params, seed=len(self.arrival), eos_token_ids=(EOS,))
+        seed = len(self.arrival) if seed is None else seed
+        request = Request(name, prompt, params, seed=seed, eos_token_ids=(EOS,), cache_salt=salt)
         num_slots = min(len(prompt) + max_tokens, self.max_model_len) - 1
         fits = len(prompt) < self.max_model_len and num_slots <= self.manager.max_tokens
         if name in self.live or not fits:
@@ -199,6 +241,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abcdef"))
     def add_short_prompt(self, name):
         self.add(name, [len(self.arrival) % VOCAB_SIZE], 1000, False, True, {})
+
+    @precondition(lambda self: self.arrival)
+    @rule(
+        name=st.sampled_from("abcdef"),
+        number=st.integers(0, 5),
+        length=st.integers(1, 20),
+        more=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=5),
+        max_tokens=st.sampled_from([1, 2, 7, 1000]),
+        extra=st.sampled_from(EXTRAS),
+        salt=st.sampled_from([None, None, None, "tenant"]),
+    )
+    def add_known_prefix(self, name, number, length, more, max_tokens, extra, salt):
+        """A prompt that begins as what another one, whether it has ended or not, has had so far."""
+        other = list(self.arrival)[-1 - number % len(self.arrival)]
+        known = [*other.prompt_token_ids, *other.output_token_ids][:length]
+        self.add(name, known + more, max_tokens, False, True, extra, salt, other.seed)
 
     @rule(index=st.integers(0, 5))
     def abort(self, index):
@@ -225,6 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.preempt_all()
         self.inflight.clear()
         self.worker.rows.clear()
+        self.worker.slots.clear()  # nobody knows what is in them
         assert self.scheduler.num_running == 0
 
     @precondition(lambda self: self.inflight)
@@ -290,7 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert numbers == sorted(numbers), "order of arrival"
         admitted = [self.live[row.request_id] for row in scheduled if row.new_request is not None]
         assert not (admitted and has_preempted)
-        if has_preempted:
+        if has_preempted and not self.caching:
             assert self.num_schedules - self.last_admission > self.block_size
         if admitted:
             self.last_admission = self.num_schedules
@@ -317,7 +376,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.has_unfinished_requests() == bool(self.live)
         tables = [self.manager.block_table(request.request_id) for request in running]
         block_ids = [block_id for table in tables for block_id in table]
-        assert len(set(block_ids)) == len(block_ids) == self.manager.num_blocks - self.manager.num_free_blocks
+        num_held = self.manager.num_blocks - self.manager.num_free_blocks
+        if self.caching:
+            assert len(set(block_ids)) <= num_held
+            self._check_tree()
+        else:
+            assert len(set(block_ids)) == len(block_ids) == num_held
         for request, table in zip(running, tables, strict=True):
             assert request.num_computed_tokens + request.num_inflight_tokens <= len(table) * self.block_size
             assert request.num_computed_tokens + request.num_inflight_tokens <= request.num_tokens_with_inflight
@@ -329,6 +393,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.manager.block_table(request.request_id) == ()
         newest_running = max((self.arrival[request] for request in running), default=-1)
         assert all(self.arrival[request] > newest_running for request in waiting), "nobody overtakes"
+
+    def _check_tree(self):
+        """What the tree promises is in the slots."""
+        for node in self.manager._tree.nodes():
+            path = []
+            above = node
+            while above.parent is not None:
+                path.insert(0, above)
+                above = above.parent
+            block_table = self.manager._tree.block_ids(Match(tuple(path), node.end, node.end), node.end)
+            token_ids = array("i", b"".join(bytes(above.token_ids) for above in path))
+            assert self.worker.read(block_table, node.end) == tuple(token_ids)
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -348,14 +424,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         for owner in (self.scheduler, self.manager):
             assert not any(len(value) for value in vars(owner).values() if hasattr(value, "__len__"))
         assert self.manager.num_free_blocks == self.manager.num_blocks
+        assert self.manager.allocate_slots("all", self.manager.max_tokens) is not None
+        assert (self.manager._tree.num_nodes, self.manager._tree._roots) == (0, {})
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
+SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
+@pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_long_contended_traffic(seed):
+def test_long_contended_traffic(seed, caching):
     """The same machine on long random runs with a small cache: hypothesis prefers short ones.
 
     The 60 seeds preempt some 230 times, 175 of them a request that is in flight, and lose 150 steps.
@@ -371,13 +450,19 @@ def test_long_contended_traffic(seed):
         chunked=random.random() < 0.8,
         target_s=(None, 0, 2, 4)[seed % 4],
         min_chunk=1 + seed % 3,
+        caching=caching,
     )
     for _ in range(300):
         if random.random() < 0.3:
             prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 6))]
             max_tokens, ignore_eos = random.choice([3, 7, 1000]), random.random() < 0.5
             extra = random.choice(EXTRAS)
-            machine.add(random.choice("abcdef"), prompt, max_tokens, False, ignore_eos, extra)
+            if caching and machine.arrival and random.random() < 0.7:
+                numbers = random.randrange(6), random.randint(1, 20)
+                salt = random.choice([None, None, "tenant"])
+                machine.add_known_prefix(random.choice("abcdef"), *numbers, prompt[:3], max_tokens, extra, salt)
+            else:
+                machine.add(random.choice("abcdef"), prompt, max_tokens, False, ignore_eos, extra)
         if random.random() < 0.05:
             machine.abort(random.randrange(6))
         if len(machine.inflight) < 2:

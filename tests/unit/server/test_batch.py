@@ -57,6 +57,16 @@ def test_every_line_gets_one_answer_of_its_endpoints_form(llm, tmp_path):
     assert by_id["r0"]["usage"] == {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
 
 
+def test_salts_keep_requests_apart(llm, tmp_path):
+    llm = make_llm(llm.engine.config.model, enable_prefix_caching=True)
+    urls = ["/v1/completions", "/v1/chat/completions"]
+    for number, (salt, hits) in enumerate([("a", False), ("b", False), ("a", True)]):
+        before = llm.engine.cache_stats.num_hit_tokens
+        records = [request(f"r{i}", "a text of its own", url, cache_salt=salt) for i, url in enumerate(urls)]
+        run(llm, write(tmp_path / "in", records), tmp_path / f"out{number}")
+        assert (llm.engine.cache_stats.num_hit_tokens - before > 20) == hits
+
+
 def test_an_answer_is_what_the_engine_gives_alone(llm, tmp_path):
     from pico_vllm import SamplingParams
 

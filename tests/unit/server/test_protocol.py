@@ -25,6 +25,11 @@ def test_defaults_are_those_of_the_endpoints():
     assert (completion().messages, completion().prompt) == (None, "hi")
 
 
+def test_a_cache_salt_is_taken_by_both_endpoints():
+    assert (chat().cache_salt, completion().cache_salt) == (None, None)
+    assert (chat(cache_salt="a").cache_salt, completion(cache_salt="b").cache_salt) == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [

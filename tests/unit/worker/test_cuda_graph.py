@@ -49,6 +49,22 @@ def test_a_decode_runs_on_the_smallest_size_that_holds_it(checkpoint, num_seqs, 
     assert [step for step in used if step[0] == "decode"] == [("decode", size)] * 4
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prefix_hit_is_no_captured_decode_and_what_follows_is(checkpoint, overlap):
+    """Its one token comes from the host and is stored nowhere; its block table is new on the device."""
+    prompts = [list(range(20, 52)), [*range(20, 45), 7], list(range(20, 52))]
+    expected = ids(make_llm(checkpoint).generate(prompts, greedy(9), use_tqdm=False))
+    llm = make_llm(checkpoint, enable_prefix_caching=True, async_scheduling=overlap)
+    used = with_graphs(llm)
+    for kv_cache in llm.engine.core.executor.runner.kv_caches:
+        kv_cache.fill_(float("nan"))
+    assert ids(llm.generate(prompts, greedy(9), use_tqdm=False)) == expected
+    used.clear()
+    assert ids(llm.generate(prompts, greedy(9), use_tqdm=False)) == expected
+    assert used == [("prompt", 8)] + [("decode", 4)] * 8
+    assert [llm.generate(prompts[0], greedy(1))[0].num_cached_tokens] == [31]
+
+
 def test_more_sequences_than_any_size_run_eagerly(checkpoint):
     prompts = [[7 + i] * 3 for i in range(9)]
     expected = ids(make_llm(checkpoint).generate(prompts, greedy(4), use_tqdm=False))

@@ -122,6 +122,24 @@ def test_a_new_request_may_start_behind_cached_tokens():
     assert batch.seq_lens.tolist() == [7]
 
 
+@pytest.mark.parametrize(("slots_start", "slots"), [(0, [37, 38]), (6, [-1, 38]), (7, [-1, -1]), (9, [-1, -1])])
+def test_positions_whose_kv_is_cached_are_stored_nowhere(slots_start, slots):
+    cached = dataclasses.replace(new("a", [16, 17], [5, 9], computed=5, prompt=7), slots_start=slots_start)
+    batch, _ = make_builder().build(step(new("b", [1, 2, 3], [2]), cached, new("c", [4], [3])))
+    assert batch.slot_mapping.tolist() == [8, 9, 10, *slots, 12]
+    assert batch.positions.tolist() == [0, 1, 2, 5, 6, 0]
+
+
+def test_a_recomputed_last_token_rides_with_the_decodes_and_is_stored_nowhere():
+    cached = dataclasses.replace(new("a", [16], [5, 9], computed=7, prompt=8), slots_start=8)
+    builder = make_builder()
+    batch, sampling = builder.build(step(cached, decodes=1))
+    assert (batch.slot_mapping.tolist(), batch.seq_lens.tolist()) == ([-1], [8])
+    record(builder, sampling, 40)
+    batch, _ = builder.build(step(decode("a", 8, [6]), decodes=1))
+    assert (batch.input_ids.tolist(), batch.slot_mapping.tolist()) == ([40], [24])
+
+
 def test_a_decode_takes_the_last_sampled_id_from_the_device():
     builder = make_builder()
     _, sampling = builder.build(step(new("a", [11, 12, 13, 14], [6]), new("b", [21], [3])))

@@ -43,9 +43,8 @@ class PicoEngine(SteppedEngine):
             "device": options.device,
             "gpu_memory_utilization": _memory_share_with_others(options),
             "skip_tokenizer_init": True,
+            "enable_prefix_caching": options.enable_prefix_caching,
         }
-        if options.enable_prefix_caching:
-            defaults["enable_prefix_caching"] = True
         if options.max_num_seqs is not None:
             defaults["max_num_seqs"] = options.max_num_seqs
         self.engine = LLMEngine(EngineConfig.from_options(**(defaults | options.extra)))
