@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Sequences of the decode captures, as far as max_num_seqs goes: close together where a row more costs something.
-DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+#: Sequences of the decode captures, as far as max_num_seqs goes. Products cost the same up to 16, 32 and 64 rows, and
+#: hardly more up to 128; a padded sequence costs attention nothing.
+DECODE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 #: What a decode is shaped for: contexts up to here while all are that short.
 SHORT_DECODES = SHORT_CONTEXT
 MANY_DECODES = 144
@@ -79,7 +80,9 @@ def mixed_sizes(max_num_tokens: int, max_num_seqs: int) -> list[MixedSize]:
     sizes = {MixedSize(num_tokens, 0) for num_tokens in _sizes_up_to(PROMPT_SIZES, max_num_tokens)}
     if max_num_seqs > 1:  # somebody beside a decode, here and as tokens
         for num_tokens in _sizes_up_to(MIXED_SIZES, max_num_tokens):
-            for num_decodes in _sizes_up_to(MIXED_DECODES, max_num_seqs - 1):
+            decodes = _sizes_up_to(MIXED_DECODES, max_num_seqs - 1)
+            # Beside many tokens of prompts a few decodes may as well be unsplit.
+            for num_decodes in decodes[1:] if num_tokens >= 1024 and len(decodes) > 1 else decodes:
                 sizes.add(MixedSize(num_tokens, min(num_decodes, num_tokens - 1)))
     return sorted(sizes)
 
