@@ -49,6 +49,7 @@ class SelfAttention:
         kv_cache: torch.Tensor,
         metadata: Any,
         rows: torch.Tensor | None = None,
+        rows_metadata: Any = None,
     ) -> torch.Tensor:
         """Attend from the step's tokens to their sequences.
 
@@ -58,6 +59,8 @@ class SelfAttention:
             kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]; this step's K and V are written into it.
             metadata: of the backend, for this step.
             rows: [num_rows] tokens that are projected back, None = all of them.
+            rows_metadata: of the backend, under which each of ``rows`` is a sequence of its own; None = all tokens
+                attend.
 
         Returns:
             Partial sums of [num_rows, hidden_size] (``PartialLinear``).
@@ -66,6 +69,8 @@ class SelfAttention:
         # [num_tokens, query + key + value heads, head_dim]
         heads = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         self._backend.rotary_embedding_and_store_kv(heads, cos_sin, kv_cache, metadata, self.num_heads, self.qk_norm)
-        attended = self._backend.paged_attention(heads[:, : self.num_heads], kv_cache, metadata, self.scale)
-        attended = attended.view(num_tokens, self.num_heads * self.head_dim)
-        return self.o_proj(attended if rows is None else attended.index_select(0, rows))
+        query = heads[:, : self.num_heads]
+        if rows is not None and rows_metadata is not None:
+            query, metadata = query.index_select(0, rows), rows_metadata
+        attended = self._backend.paged_attention(query, kv_cache, metadata, self.scale).flatten(1)
+        return self.o_proj(attended if rows is None or rows_metadata is not None else attended.index_select(0, rows))

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from pico_vllm.forward_batch import ForwardBatch
     from pico_vllm.kernels.backend import KernelBackend
 
+#: Tokens a wanted row, from which on the last layer attends from the wanted rows alone, each a decode of its own.
+FEW_WANTED = 16
+
 _T = TypeVar("_T", torch.Tensor, LinearWeight)
 
 
@@ -101,6 +104,7 @@ class Qwen2DecoderLayer:
         kv_cache: torch.Tensor,
         metadata: Any,
         rows: torch.Tensor | None = None,
+        rows_metadata: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer.
 
@@ -111,12 +115,13 @@ class Qwen2DecoderLayer:
             kv_cache: of this layer; written in place.
             metadata: of the backend, for this step.
             rows: [num_rows] tokens that are wanted of this layer, None = all: the others get their K and V only.
+            rows_metadata: of the backend, for attention of ``rows`` alone; None = every token attends.
 
         Returns:
             (partial sums of the feed-forward, residual after attention), of [num_rows, hidden_size] each: the next norm
             adds them.
         """
-        attended = self.self_attn(x, cos_sin, kv_cache, metadata, rows)
+        attended = self.self_attn(x, cos_sin, kv_cache, metadata, rows, rows_metadata)
         if rows is not None:
             residual = residual.index_select(0, rows)
         x, residual = self.post_attention_layernorm.add(attended, residual)
@@ -164,6 +169,7 @@ class Qwen2ForCausalLM:
 
     def hidden_rows(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
         """``__call__`` without the lm_head: [num_rows, hidden_size], normalised, of the wanted tokens."""
+        kv_shape = KVCacheShape(num_kv_heads=self.config.num_key_value_heads, block_size=kv_caches[0].shape[3])
         metadata = self._backend.prepare_attention(
             AttentionInputs(
                 slot_mapping=batch.slot_mapping,
@@ -175,18 +181,37 @@ class Qwen2ForCausalLM:
                 max_seq_len=batch.max_seq_len,
                 prefill_seq_len=batch.prefill_seq_len,
             ),
-            KVCacheShape(num_kv_heads=self.config.num_key_value_heads, block_size=kv_caches[0].shape[3]),
+            kv_shape,
         )
         cos_sin = self.rotary_emb(batch.positions)
         residual = self.embed_tokens(batch.input_ids)
         x = self.layers[0].input_layernorm(residual)
-        # After the attention of the last layer nobody reads a row that isn't wanted: 1/28 of a prompt's products.
-        wanted = [None] * (len(self.layers) - 1) + [batch.logits_indices]
-        next_norms = [layer.input_layernorm for layer in self.layers[1:]] + [self.norm]
-        for layer, kv_cache, rows, next_norm in zip(self.layers, kv_caches, wanted, next_norms, strict=True):
-            partial, residual = layer(x, residual, cos_sin, kv_cache, metadata, rows)
-            x, residual = next_norm.add(partial, residual)
+        for layer, kv_cache, next_layer in zip(self.layers[:-1], kv_caches[:-1], self.layers[1:], strict=True):
+            partial, residual = layer(x, residual, cos_sin, kv_cache, metadata)
+            x, residual = next_layer.input_layernorm.add(partial, residual)
+        # Of the last layer nobody reads a row that isn't wanted, but for its K and V: 1/28 of a prompt.
+        wanted = batch.logits_indices, self._metadata_of_wanted(batch, kv_shape)
+        partial, residual = self.layers[-1](x, residual, cos_sin, kv_caches[-1], metadata, *wanted)
+        x, _ = self.norm.add(partial, residual)
         return x
+
+    def _metadata_of_wanted(self, batch: ForwardBatch, kv_shape: KVCacheShape) -> Any:
+        """Metadata under which each wanted token is a decode that ends at its own position; None if they are many."""
+        rows = batch.logits_indices
+        if rows is None or len(rows) * FEW_WANTED > len(batch.input_ids):
+            return None
+        seqs = torch.searchsorted(batch.query_start_loc, rows, right=True) - 1  # the last one that has begun
+        seqs.clamp_(max=len(batch.seq_lens) - 1)  # of a step that is nothing but padding
+        inputs = AttentionInputs(
+            slot_mapping=batch.slot_mapping,
+            block_tables=batch.block_tables.index_select(0, seqs),
+            query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            seq_lens=batch.positions.index_select(0, rows) + 1,
+            num_decode_reqs=len(rows),
+            max_query_len=1,
+            max_seq_len=batch.max_seq_len,
+        )
+        return self._backend.prepare_attention(inputs, kv_shape)
 
     def outermost_layers(self, kv_caches: Sequence[torch.Tensor]) -> tuple[Self, list[torch.Tensor]]:
         """This model with its first and its last layer only, and their KV caches.

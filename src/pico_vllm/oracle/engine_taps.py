@@ -146,7 +146,9 @@ class EngineTaps:
         for request_id, position in sampled:
             self._sampled.setdefault(request_id, set()).add(position)
         for key, rows in self._step.items():
-            owners = sampled + of_prompts if key in self._keys_of_wanted else tokens
+            # Attention of the last layer is of every token, or of the wanted ones where those are few.
+            is_of_wanted = key in self._keys_of_wanted or len(rows) != len(tokens)
+            owners = sampled + of_prompts if is_of_wanted else tokens
             for (request_id, position), row in zip(owners, rows, strict=True):
                 self._rows.setdefault(request_id, {}).setdefault(key, {})[position] = row
         self._step = {}

@@ -130,8 +130,11 @@ def test_what_is_computed_for_wanted_tokens_only_is_found_at_their_positions(qwe
         for point in points_of(3):
             after_attention = point.layer is None and point.name != "embed_tokens"
             after_attention |= point.layer == 2 and point.name in LAST_LAYERS_END
-            positions = sampled if after_attention else list(range(num_prompt_tokens + 3))
-            assert taps.positions(request_id)[point.key] == positions, point.key
+            positions = taps.positions(request_id)[point.key]
+            if point.key == "layers.2.attention":  # of a step's wanted rows, where those are a sixteenth or fewer
+                assert set(sampled) <= set(positions) < set(range(num_prompt_tokens + 3))
+            else:
+                assert positions == (sampled if after_attention else list(range(num_prompt_tokens + 3))), point.key
             torch.testing.assert_close(ours[point.key], truth[point.key][positions], atol=1e-4, rtol=1e-4)
 
 
@@ -279,7 +282,7 @@ def test_residual_rows_of_other_tokens_are_named(qwen2):
         set_backend(backend)
         last = runner_of(llm)._model.layers[2]
         attention = last.self_attn
-        last.self_attn = lambda *args: attention(*args[:-1], None if args[-1] is None else args[-1].flip(0))
+        last.self_attn = lambda *args: attention(*args[:4], None if args[4] is None else args[4].flip(0), *args[5:])
 
     runner_of(llm).set_backend = sets_backend_and_mixes
     assert failure_of(llm) == ("layers.2.o_proj", "partial_linear")
