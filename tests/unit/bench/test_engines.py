@@ -14,7 +14,6 @@ import pytest
 import tiny_models
 from pico_vllm.bench.engines.engine import EngineOptions, StreamingEngine
 from pico_vllm.bench.engines.loading import EngineSpec, EngineUnavailableError, load_engine, parse_engine_spec
-from pico_vllm.bench.metrics import summarize
 from pico_vllm.bench.workloads import Workload, WorkloadRequest
 from pico_vllm.errors import ConfigError, RequestError
 
@@ -158,15 +157,24 @@ class Streams(StreamingEngine):
             yield 1, [i]
 
 
-def test_streams_are_timed_within_one_percent_of_what_the_engine_did():
+def assert_seen_after_it_was_sent(traces, truth):
+    """On one clock: no request comes before it is sent, and no token is seen before it was.
+
+    In order of time, since nobody knows which request of two is which: if each is late, so is the k-th of all.
+    """
+    sent = sorted(trace.submit_s for trace in traces), sorted(time_s for times in truth for time_s in times[1:])
+    seen = sorted(times[0] for times in truth), sorted(time_s for trace in traces for time_s in trace.times_s)
+    for causes, effects in zip(sent, seen, strict=True):
+        assert len(causes) == len(effects)
+        assert all(cause <= effect for cause, effect in zip(causes, effects, strict=True))
+
+
+def test_streams_are_timed_on_the_clock_of_what_the_engine_did():
     engine = Streams()
     traces = engine.serve(burst(*[20] * 8, concurrency=2))
-    measured, true = [], []
-    for trace, times in zip(traces, engine.truth, strict=True):
+    for trace in traces:
         assert trace.counts == [1] * 20 and trace.token_ids == list(range(20))
-        measured.append(trace.times_s[-1] - trace.submit_s)
-        true.append(times[-1] - times[0])
-    assert sorted(measured)[4] == pytest.approx(sorted(true)[4], rel=0.01)
+    assert_seen_after_it_was_sent(traces, engine.truth)
 
 
 def test_streams_of_an_open_loop_start_at_their_arrivals():
@@ -258,9 +266,7 @@ def test_a_server_is_asked_for_ids_and_measured_on_our_clock(server, model_dir):
     body = server.bodies[0]
     assert body["prompt"] == [5, 6, 7] and body["ignore_eos"] and body["stream"] and body["top_k"] == 5
     assert body["model"] == "served" and body["max_tokens"] == 15 and body["return_token_ids"]
-    run = summarize(traces)
-    true = sorted((t[-1] - t[1]) / 14 for t in server.truth)
-    assert run["tpot_ms_median"] == pytest.approx((true[2] + true[3]) / 2 * 1e3, rel=0.02)
+    assert_seen_after_it_was_sent(traces, server.truth)
     assert engine.info.mode == "server"
 
 
