@@ -359,8 +359,7 @@ class SchedulerConfig:
         _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)
         _check_at_least("max_model_len", self.max_model_len, 2, optional=True)  # a prompt and a new token
         _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
-        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
-            raise ConfigError(f"async_scheduling={self.async_scheduling!r} must be True, False or None")
+        _check_bool("async_scheduling", self.async_scheduling, optional=True)
         target = self.target_itl_ms
         if target is None:
             return
@@ -495,9 +494,9 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
 
 
-def _check_bool(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} must be True or False")
+def _check_bool(name: str, value: bool | None, *, optional: bool = False) -> None:
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise ConfigError(f"{name}={value!r} must be True{', False or None' if optional else ' or False'}")
 
 
 def _check_at_least(name: str, value: int | None, low: int, *, optional: bool = False, high: int = MAX_SIZE) -> None:

@@ -1,7 +1,6 @@
 """A real model: SmolLM2-135M-Instruct answers on the GPU as on the CPU."""
 
 import pytest
-import torch
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.config import cache_dir
@@ -23,12 +22,7 @@ def model():
         pytest.skip(f"the default model is not to be had here: {error}")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def exact_fp32_products():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact_fp32_products")
 
 
 def test_greedy_answers_are_those_of_the_cpu(model):

@@ -7,14 +7,7 @@ import tiny_models
 from engine_runs import greedy, make_llm
 from pico_vllm.oracle.verify import verify
 
-
-@pytest.fixture(autouse=True)
-def exact_fp32_products():
-    """TF32 would round fp32 inputs to 10 bits: not what this compares."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact_fp32_products")
 
 
 @pytest.fixture(scope="module", params=tiny_models.MODELS)

@@ -14,13 +14,7 @@ OPTIONS = {"device": "cuda", "dtype": "float32", "max_num_seqs": 48, "num_gpu_bl
 OPTIONS |= {"target_itl_ms": 0}  # which cuts prompts by what steps take here
 
 
-@pytest.fixture(autouse=True, scope="module")
-def exact_fp32_products():
-    """TF32 would make tokens depend on the composition of a batch."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact_fp32_products")
 
 
 @pytest.fixture(scope="module", params=["qwen2-gqa6-d64-tied", "llama-gqa3-d64-tied"])

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
-
-from pico_vllm.kernels.parallel_compile import compiling_only  # noqa: E402
+from pico_vllm.kernels.parallel_compile import compiling_only
 
 
 @triton.jit

@@ -7,14 +7,14 @@ Called by ``kernels`` and ``ceilings``.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from pico_vllm.bench.timing import FULL_BUDGET, Budget, Call, Rotation, Timing, sample_blocks
+from pico_vllm.worker.cuda_graph import no_garbage_collection
 
 _MIN_REPLAY_S = 2e-3
 _MAX_REPLAY_S = 20e-3
@@ -114,7 +114,7 @@ def _capture(calls: list[Call], num_sets: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     pool = torch.cuda.graph_pool_handle()
     results: list[Any] = [None] * num_sets
-    with _no_garbage_collection():
+    with no_garbage_collection():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             for i, call in enumerate(calls):
@@ -137,18 +137,6 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         graph.capture_end()
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection may free CUDA objects, which would spoil a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _replay_s(graph: torch.cuda.CUDAGraph, rotation: Rotation, replays: int) -> list[float]:

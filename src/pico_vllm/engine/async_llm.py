@@ -123,16 +123,17 @@ class AsyncLLM:
         Returns:
             False when it is unknown or has ended: nothing happened.
         """
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[bool] = loop.create_future()
-        self._thread.post(functools.partial(self._thread.abort_id, request_id, loop, reply))
-        return await reply
+        return await self._ask(functools.partial(self._thread.abort_id, request_id))
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all KV that is kept for later hits; False, and nothing happens, while a request runs."""
+        return await self._ask(self.engine.reset_prefix_cache)
+
+    async def _ask(self, ask: Callable[[], bool]) -> bool:
+        """Let the engine's thread call something between two steps, and wait for what it says."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[bool] = loop.create_future()
-        self._thread.post(functools.partial(self._thread.reset_prefix_cache, loop, reply))
+        self._thread.post(functools.partial(self._thread.answer, ask, loop, reply))
         return await reply
 
     async def shutdown(self) -> None:
@@ -259,23 +260,17 @@ class _EngineThread:
             del self._streams[stream.request_id]
             self.engine.abort(stream.request_id)
 
-    def abort_id(self, request_id: str, loop: asyncio.AbstractEventLoop, reply: asyncio.Future[bool]) -> None:
-        """End a request, tell its generator, and then whoever asked."""
-        result: bool | Exception
-        if self._end is not None:
-            result = _dead(self._end)
-        else:
-            deltas = self.engine.abort(request_id)
-            self._hand_over(deltas)
-            result = bool(deltas)
-        with contextlib.suppress(RuntimeError):  # that loop is closed
-            loop.call_soon_threadsafe(_settle, reply, result)
+    def abort_id(self, request_id: str) -> bool:
+        """End a request and tell its generator; whether there was one."""
+        deltas = self.engine.abort(request_id)
+        self._hand_over(deltas)
+        return bool(deltas)
 
-    def reset_prefix_cache(self, loop: asyncio.AbstractEventLoop, reply: asyncio.Future[bool]) -> None:
-        """Forget what is kept for later hits, and tell whoever asked whether it was possible."""
+    def answer(self, ask: Callable[[], bool], loop: asyncio.AbstractEventLoop, reply: asyncio.Future[bool]) -> None:
+        """Call ``ask`` and tell whoever waits for it in their loop, or why there is no answer any more."""
         result: bool | Exception
         try:
-            result = _dead(self._end) if self._end is not None else self.engine.reset_prefix_cache()
+            result = _dead(self._end) if self._end is not None else ask()
         except EngineDeadError as error:  # the next step says so to everybody
             result = _dead(error)
         with contextlib.suppress(RuntimeError):  # that loop is closed

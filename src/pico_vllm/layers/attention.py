@@ -71,6 +71,6 @@ class SelfAttention:
         self._backend.rotary_embedding_and_store_kv(heads, cos_sin, kv_cache, metadata, self.num_heads, self.qk_norm)
         query = heads[:, : self.num_heads]
         if rows is not None and rows_metadata is not None:
-            query, metadata = query.index_select(0, rows), rows_metadata
+            query, metadata, rows = query.index_select(0, rows), rows_metadata, None
         attended = self._backend.paged_attention(query, kv_cache, metadata, self.scale).flatten(1)
-        return self.o_proj(attended if rows is None or rows_metadata is not None else attended.index_select(0, rows))
+        return self.o_proj(attended if rows is None else attended.index_select(0, rows))

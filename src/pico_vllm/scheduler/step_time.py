@@ -83,9 +83,9 @@ class TargetITL:
     """How long a step with decodes may take.
 
     Attributes:
-        seconds: at least; what prompts add to decodes that take long by themselves is made up for by
-        num_decode_steps: times what the decodes alone take. Prompts in tiny chunks would have the weights read again
-            and again.
+        seconds: in any case.
+        num_decode_steps: or so many times what its decodes alone take, if that is longer: prompts in tiny chunks would
+            have the weights read again and again.
         step_time: tells how long a step will take.
         step_sizes: tokens of steps that run without padding, ascending: where prompts are cut, a step ends there.
         min_chunk_tokens: that prompts get anyway.

@@ -22,7 +22,8 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 #: Sequences of the decode captures, as far as max_num_seqs goes. Products cost the same up to 16, 32 and 64 rows, and
 #: hardly more up to 128; a padded sequence costs attention nothing.
 DECODE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-#: What a decode is shaped for: contexts up to here while all are that short.
+#: What a decode is shaped for: contexts up to here while all are that short. So many sequences or more keep an H200
+#: busy without splits of their contexts (2 KV heads), so one shape serves all lengths.
 SHORT_DECODES = SHORT_CONTEXT
 MANY_DECODES = 144
 #: Tokens of the prompt captures, as far as max_num_batched_tokens goes. Above the last one the GPU is busy for longer
@@ -393,20 +395,26 @@ class Capturing:
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        was_enabled = gc.isenabled()
-        gc.disable()  # a tensor of somebody else that is freed meanwhile would break the capture
-        try:
-            # Not `torch.cuda.graph`, which empties the allocator's cache before each capture.
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool)
-                try:
-                    results = run()
-                finally:
-                    graph.capture_end()
-        finally:
-            if was_enabled:
-                gc.enable()
+        # Not `torch.cuda.graph`, which empties the allocator's cache before each capture.
+        with no_garbage_collection(), torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                results = run()
+            finally:
+                graph.capture_end()
         return results, graph.replay
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A collection may free CUDA objects of somebody else's, which would spoil a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def launch_shallow(

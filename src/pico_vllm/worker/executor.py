@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pico_vllm.worker.cuda_graph import no_garbage_collection
 from pico_vllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pico_vllm.config import EngineConfig, ModelConfig
     from pico_vllm.models.source import ModelSource
@@ -31,7 +30,7 @@ class UniProcExecutor:
         max_model_len: int,
         progress: Progress | None = None,
     ) -> None:
-        with _no_garbage_collection():
+        with no_garbage_collection():  # what is made here stays: looking through it again and again frees nothing
             self.runner = ModelRunner(config, model_config, source, max_model_len=max_model_len, progress=progress)
         #: Learned from the memory that was left; the engine passes it on to the KV cache manager.
         self.num_blocks = self.runner.num_blocks
@@ -71,15 +70,3 @@ class UniProcExecutor:
     def finish(self, pending: PendingStep) -> ModelRunnerOutput:
         """Wait for its sampled ids; steps are finished in the order in which they were started."""
         return self.runner.finish(pending)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """What a start makes stays: looking through all of it again and again frees nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -80,7 +80,7 @@ class ModelRunner:
         progress: Progress | None = None,
     ) -> None:
         start = time.perf_counter()
-        #: Seconds of the phases of the start: weights, memory, captures, times.
+        #: Seconds of the phases of the start: weights, compile, memory, captures, times.
         self.start_s: dict[str, float] = {}
         self.model_config = model_config
         self.device = resolve_device(config.device)
