@@ -22,13 +22,14 @@ POINT_TITLES = {
     "poisson": "Open loop: requests arrive at random (Poisson)",
     "multi_turn": "Conversations of several turns",
     "prefix": "Shared prefix, one request after the other",
+    "prefix_burst": "Shared prefix, all requests in one moment",
     "file": "Requests from a file",
     "kernel": "Kernels",
     "ceilings": "What the hardware can do",
     "calib": "How fast the host is",
     "parity": "Greedy tokens",
 }
-CACHE_POINTS = ("prefix", "multi_turn")  # whether the prefix cache is on is part of the case here
+CACHE_POINTS = ("prefix", "prefix_burst", "multi_turn")  # whether the prefix cache is on is part of the case here
 _KERNEL_FIELDS = ("op", "case", "model", "dtype")
 
 

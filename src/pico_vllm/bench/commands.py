@@ -158,7 +158,8 @@ def suite(
         points = make_points(plan.points, options)
         results.append(run_session(specs, bench_model, points, out=path, num_runs=plan.num_runs, tag=tag))
         if plan.with_prefix_caching:
-            points = make_points(("prefix",), dataclasses.replace(options, prefix_caching=True))
+            names = [name for name in plan.points if name in ("prefix", "prefix_burst")]
+            points = make_points(names, dataclasses.replace(options, prefix_caching=True))
             results.append(
                 run_session(
                     specs,

@@ -43,6 +43,7 @@ _THROUGHPUT = ("out_tok_s", "ttft_ms_median", "itl_ms_p99")
 _METRICS = {
     "c1": ("ttft_ms_median", "itl_ms_median", "itl_ms_p99", "decode_tok_s"),
     "prefix": ("ttft_first_ms", "ttft_rest_ms"),
+    "prefix_burst": ("ttft_ms_max", "ttft_ms_median"),
     "multi_turn": ("ttft_ms_median", "out_tok_s"),
     "kernel": ("time_us",),
     "poisson": ("goodput_req_s", "ttft_ms_p99", "itl_ms_p99"),

@@ -5,6 +5,7 @@
     sweep       closed loop at a concurrency: 4 x concurrency requests, at least 8
     burst       concurrency requests at once
     prefix      8 requests one after the other, a shared prefix and some tokens of their own each
+    prefix_burst  32 such requests at once
     uniform     lengths uniform in a range, closed loop
     multi_turn  conversations: each turn's prompt is the conversation so far and some new tokens
     poisson     arrivals at a rate, whether the engine keeps up or not; goodput under an objective
@@ -82,12 +83,13 @@ class PointOptions:
         uniform: range of lengths of throughput and uniform.
         num_throughput: requests of throughput.
         temperatures: of throughput.
-        prefix_len, own_len: of prefix.
+        prefix_len, own_len: of prefix and prefix_burst.
+        num_sharing: requests of prefix_burst.
         num_conversations, num_turns: of multi_turn.
         rates: requests a second of poisson.
         num_poisson: requests of poisson.
         objective: of poisson.
-        prefix_caching: whether the engines have it on; told in the prefix records.
+        prefix_caching: whether the engines have it on; told in the records of the points that ask for it.
     """
 
     vocab_size: int
@@ -102,6 +104,7 @@ class PointOptions:
     temperatures: tuple[float, ...] = (0.0, 0.6)
     prefix_len: int = 2048
     own_len: int = 64
+    num_sharing: int = 32
     num_conversations: int = 16
     num_turns: int = 4
     rates: tuple[float, ...] = (8.0, 32.0)
@@ -185,6 +188,20 @@ def prefix_points(o: PointOptions) -> list[Point]:
     return [Point("prefix", fields, plan.run, summarize=_summarize_prefix, fold=_fold_prefix)]
 
 
+def prefix_burst_points(o: PointOptions) -> list[Point]:
+    """Requests at once that begin alike, nothing of it cached before: the last first token tells what sharing saves."""
+    draw = shared_prefix(o.num_sharing, o.prefix_len, o.own_len, 16, o.vocab_size)
+    plan = WorkloadPlan(f"prefix_burst/{o.prefix_len}/{o.own_len}", o.seed, draw, o.num_sharing)
+    fields = {
+        "input_len": o.prefix_len + o.own_len,
+        "output_len": 16,
+        "concurrency": o.num_sharing,
+        "requests": o.num_sharing,
+        "prefix_caching": o.prefix_caching,
+    }
+    return [Point("prefix_burst", fields, plan.run)]
+
+
 def uniform_points(o: PointOptions) -> list[Point]:
     """Lengths uniform in the range of throughput, closed loop at each concurrency."""
     points = []
@@ -241,6 +258,7 @@ _MAKERS: dict[str, Callable[[PointOptions], list[Point]]] = {
     "sweep": sweep_points,
     "burst": burst_points,
     "prefix": prefix_points,
+    "prefix_burst": prefix_burst_points,
     "uniform": uniform_points,
     "multi_turn": multi_turn_points,
     "poisson": poisson_points,

@@ -46,6 +46,7 @@ _OPEN_LOOP = ("goodput_req_s", "goodput_share", "req_s", "out_tok_s", *_LATENCIE
 _METRICS = {
     "c1": ("ttft_ms_median", "itl_ms_median", "itl_ms_p99", "decode_tok_s", "bandwidth_share", "host_share"),
     "prefix": ("ttft_first_ms", "ttft_rest_ms", "ttft_ms_median"),
+    "prefix_burst": ("ttft_ms_max", "ttft_ms_median"),
     "poisson": _OPEN_LOOP,
     "kernel": ("time_us", "floor_us", "fraction", "baseline_us", "speedup"),
 }

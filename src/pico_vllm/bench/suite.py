@@ -20,7 +20,7 @@ class Preset:
         points: names.
         options: vocabulary size → sizes.
         num_runs: timed runs a point.
-        with_prefix_caching: measure the point ``prefix`` a second time with the engines' prefix caches on.
+        with_prefix_caching: measure ``prefix`` and ``prefix_burst`` a second time with the engines' prefix caches on.
         kernel_shape: shapes of the kernel benchmark that ends the suite; None = none.
     """
 
@@ -78,7 +78,7 @@ PRESETS: dict[str, Preset] = {
         what="every point of the committed vLLM and SGLang records, on a Qwen2.5-1.5B shape",
         model="random:qwen2.5-1.5b",
         engines=("pico-vllm",),
-        points=("c1", "throughput", "prefix", "sweep", "burst"),
+        points=("c1", "throughput", "prefix", "prefix_burst", "sweep", "burst"),
         options=PointOptions,
         num_runs=3,
         with_prefix_caching=True,

@@ -81,6 +81,17 @@ def test_prefix_is_eight_requests_in_turn_and_the_first_counts_alone():
     }
 
 
+def test_prefix_burst_is_prompts_at_once_that_begin_alike_and_anew_in_every_run():
+    point = one("prefix_burst")
+    workload = point.workload(0)
+    assert workload.concurrency == len(workload.requests) == point.fields["concurrency"] == 32
+    (prefix,) = {r.prompt_token_ids[:2048] for r in workload.requests}
+    assert {len(r.prompt_token_ids) for r in workload.requests} == {2112}
+    assert len({r.prompt_token_ids for r in workload.requests}) == 32
+    assert point.workload(1).requests[0].prompt_token_ids[:2048] != prefix
+    assert point.fields["prefix_caching"] is False
+
+
 def test_poisson_reports_goodput_under_its_objective():
     options = p.PointOptions(1000, rates=(5.0,), num_poisson=20, input_len=3, output_len=4)
     point = one("poisson", options)
