@@ -77,12 +77,12 @@ def time_candidates(device: torch.device, dtype: torch.dtype, shapes: KernelShap
         for config in configs:
             backend = with_config(config)
             for row in bench_kernels(backend, device, dtype, shapes, quick=False, ceilings=ceilings, ops=[op]):
-                yield row, str(config.decode if op_name == "paged_attention_decode" else config.prefill)
+                yield row, str(config.decodes[0] if op_name == "paged_attention_decode" else config.prefill)
 
 
 def with_decode(config: AttentionConfig, decode: DecodeConfig) -> AttentionConfig:
     """One decode shape for every batch."""
-    return dataclasses.replace(config, decode=decode, short_decode=decode, crowded_decode=decode)
+    return dataclasses.replace(config, decodes=(decode,), short_decodes=(decode,))
 
 
 def with_prefill(config: AttentionConfig, prefill: PrefillConfig) -> AttentionConfig:

@@ -1,6 +1,6 @@
 """Launch shapes of the products of few tokens, one product at a time inside a whole decode step.
 
-    python benchmarks/tune_linear.py --out tuning.json       (one GPU; about 10 minutes a number of tokens)
+    python benchmarks/tune_linear.py --out tuning.json       (one GPU; about a minute a number of tokens)
 
 A product that is timed alone finds the device empty; in a step it starts while its predecessor ends. So every candidate
 is timed as part of the captured decode step of a Qwen2.5-1.5B with random weights, 600 tokens of context a sequence:
@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +28,7 @@ import torch
 
 from pico_vllm.bench.cuda_timing import time_on_cuda
 from pico_vllm.bench.kernels import MAX_RELATIVE_ERROR, relative_error
-from pico_vllm.bench.timing import Budget, Rotation, time_on_host
+from pico_vllm.bench.timing import FULL_BUDGET, QUICK_BUDGET, Budget, Rotation, time_on_host
 from pico_vllm.config import ModelConfig
 from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
 from pico_vllm.environment import collect_environment
@@ -37,6 +37,7 @@ from pico_vllm.kernels import linear_triton
 from pico_vllm.kernels.backend import KernelBackend
 from pico_vllm.kernels.linear import LinearWeight, linear_reference
 from pico_vllm.kernels.linear_config import LinearConfig, Product, choose_linear, shape_class
+from pico_vllm.kernels.parallel_compile import compiling_only
 from pico_vllm.kernels.swiglu import swiglu_reference
 from pico_vllm.kernels.triton_backend import TRITON
 from pico_vllm.models.qwen2 import Qwen2ForCausalLM
@@ -76,6 +77,27 @@ _FEW_ROWS: dict[_Class, dict[str, tuple[int, ...]]] = {
     | {"max_splits": (4, 5, 7, 9, 12)},
     (Product.GATED, False): {"block_n": (16, 32, 64), "block_k": (64, 128, 256), "num_stages": (2, 3, 4)},
 }
+#: Of more than 64 tokens.
+_MANY_ROWS: dict[_Class, dict[str, tuple[int, ...]]] = {
+    (Product.WHOLE, False): {"block_m": (64, 128), "block_n": (32, 64, 128), "block_k": (64, 128)}
+    | {"num_stages": (3, 4)},
+    (Product.WHOLE, True): {"block_m": (128, 256), "block_n": (64, 128), "block_k": (64,), "num_stages": (3, 4)},
+    (Product.PARTIAL, False): {"block_m": (64, 128), "block_n": (64, 128), "block_k": (64, 128)}
+    | {"num_stages": (3, 4), "max_splits": (1, 2, 3, 4, 6)},
+    (Product.PARTIAL, True): {"block_m": (128, 256), "block_n": (64, 128), "block_k": (64, 128)}
+    | {"num_stages": (3, 4), "max_splits": (3, 4, 5, 7, 10)},
+    (Product.GATED, False): {"block_m": (64, 128, 256), "block_n": (32, 64, 128), "block_k": (64, 128)}
+    | {"num_stages": (3, 4)},
+}
+#: Of up to 32 tokens, with a slice of the inputs a warp.
+_SLICED: dict[_Class, dict[str, tuple[int, ...]]] = {
+    (Product.WHOLE, False): {"max_splits": (1,)},
+    (Product.WHOLE, True): {"max_splits": (1,)},
+    (Product.PARTIAL, False): {"max_splits": (1, 2, 3)},
+    (Product.PARTIAL, True): {"max_splits": (3, 5, 9)},
+    (Product.GATED, False): {"max_splits": (1,)},
+}
+_SLICED_TILES = {"block_n": (16, 32), "block_k": (64, 128, 256), "num_stages": (2, 3)}
 _OPS: dict[Product, str] = {
     Product.WHOLE: "linear",
     Product.PARTIAL: "partial_linear",
@@ -87,7 +109,7 @@ def main() -> None:
     """Tune at each number of tokens, write the record, print the best three of each product."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 32, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--max-candidates", type=int, help="of each product, at most; default: all")
     parser.add_argument("--ablate", action="store_true", help="also leave out one operation after the other")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
@@ -109,17 +131,33 @@ def main() -> None:
 
 def candidates(product: _Class, num_tokens: int) -> list[LinearConfig]:
     """Shapes that keep a thread's share of the weights in its registers and all stages in shared memory."""
-    block_m = 1 if num_tokens == 1 else max(16, 1 << (num_tokens - 1).bit_length())
-    grid = {"num_warps": (4, 8)} | (_ONE_ROW if block_m == 1 else _FEW_ROWS)[product]
+    power = 1 << (num_tokens - 1).bit_length()
+    tables: list[dict[str, tuple[int, ...]]] = []
+    if num_tokens == 1:
+        tables.append({"block_m": (1,), **_ONE_ROW[product]})
+    elif num_tokens <= 64:
+        tables.append({"block_m": (max(16, power),), **_FEW_ROWS[product]})
+    else:
+        tables.append(_MANY_ROWS[product])
+    if 2 <= num_tokens <= 32:
+        tables += [
+            {"block_m": (max(8, power),), **_SLICED_TILES, **_SLICED[product], "num_warps": (n,), "num_slices": (n,)}
+            for n in (4, 8)
+        ]
     configs = [
-        LinearConfig(block_m, **dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())
+        LinearConfig(**dict(zip(grid, values, strict=True)))
+        for grid in ({"num_warps": (4, 8), **table} for table in tables)
+        for values in itertools.product(*grid.values())
     ]
     halves = 2 if product[0] is Product.GATED else 1
 
     def fits(config: LinearConfig) -> bool:
-        a_thread = halves * config.block_n * config.block_k // (32 * config.num_warps)
-        tile_bytes = 2 * (halves * config.block_n + block_m) * config.block_k
-        return 8 <= a_thread <= 128 and (block_m == 1 or tile_bytes * config.num_stages <= 200 << 10)
+        inputs = config.block_k * config.num_slices
+        a_thread = halves * config.block_n * inputs // (32 * config.num_warps)
+        sums = halves * config.block_n * config.block_m * config.num_slices // (32 * config.num_warps)
+        tile_bytes = 2 * (halves * config.block_n + config.block_m) * inputs
+        in_memory = config.block_m == 1 or tile_bytes * config.num_stages <= 200 << 10
+        return 8 <= a_thread <= 128 and sums <= 128 and config.block_m <= max(power, 8) and in_memory
 
     return [config for config in configs if fits(config)]
 
@@ -132,6 +170,7 @@ class DecodeStep:
         self.device = device
         self._dtype = dtype
         self._context = context
+        self._made: dict[int, tuple[ForwardBatch, list[torch.Tensor]]] = {}
         place = ParameterPlace(dtype, device, TRITON.pack_linear)
         self._parameters = dummy_parameters(Qwen2ForCausalLM.parameter_specs(config), place)
 
@@ -146,17 +185,19 @@ class DecodeStep:
             found[name] = kind, weight
         return found
 
-    def seconds(self, num_tokens: int, backend: KernelBackend = TRITON) -> float:
+    def seconds(self, num_tokens: int, backend: KernelBackend = TRITON, budget: Budget = FULL_BUDGET) -> float:
         """Of one step, in a CUDA graph on a GPU; raises what a launch raises."""
         model = Qwen2ForCausalLM(
             self.config, self._parameters, max_model_len=1024, backend=backend, group=TensorParallelGroup(backend)
         )
-        batch, kv_caches = self._inputs(num_tokens)
+        if num_tokens not in self._made:
+            self._made = {num_tokens: self._inputs(num_tokens)}
+        batch, kv_caches = self._made[num_tokens]
         with torch.inference_mode():
             rotation = Rotation([lambda: backend.greedy(model.lm_head(model.hidden_rows(batch, kv_caches)))])
             if self.device.type == "cpu":
                 return time_on_host(rotation, Budget(0.0, 1, 0.0)).median_s
-            timing = time_on_cuda(rotation, self.device)
+            timing = time_on_cuda(rotation, self.device, budget)
         if timing.mode != "graph":
             raise RuntimeError("the step was not captured")
         return timing.median_s
@@ -184,6 +225,7 @@ class DecodeStep:
             num_decode_reqs=num_tokens,
             max_query_len=1,
             max_seq_len=1024,
+            decodes_only=True,
         )
         kv_caches = allocate_kv_caches(
             self.config, num_blocks=tables.numel(), block_size=BLOCK_SIZE, dtype=self._dtype, device=self.device
@@ -215,10 +257,13 @@ def tune(step: DecodeStep, num_tokens: int, max_candidates: int | None, *, ablat
         for kind, weight in step.weights.values():  # as they are now
             shape = class_of((kind, weight))
             table[shape] = choose_linear(kind, num_tokens, results(kind, weight), weight.in_features, 90)
-        tried = {name: candidates(class_of(product), num_tokens) for name, product in step.weights.items()}
-        for _ in range(2):
+        tried = {
+            name: candidates(class_of(product), num_tokens)[:max_candidates] for name, product in step.weights.items()
+        }
+        compile_all(step, tried, table, num_tokens)
+        for budget in (QUICK_BUDGET, FULL_BUDGET):
             for name, product in step.weights.items():
-                timed = time_each(step, name, product, tried[name][:max_candidates], table, num_tokens)
+                timed = time_each(step, name, product, tried[name], table, num_tokens, budget)
                 table[class_of(product)] = timed[0][1]
                 tried[name] = [config for _, config in timed if config is not None][:5]
                 rows.setdefault(name, {shape_name(config): round(1e6 * seconds, 1) for seconds, config in timed})
@@ -230,6 +275,20 @@ def tune(step: DecodeStep, num_tokens: int, max_candidates: int | None, *, ablat
     return {**found, "rows": rows}
 
 
+def compile_all(step: DecodeStep, tried: dict[str, list[LinearConfig]], table: Table, num_tokens: int) -> None:
+    """Compile every candidate on all cores; one that doesn't compile says so when it is tried."""
+    if step.device.type == "cpu":
+        return
+    before = dict(table)
+    with suppress(Exception), compiling_only(step.device):
+        for name, (kind, weight) in step.weights.items():
+            x = step.tokens(num_tokens, weight.in_features)
+            for config in tried[name]:
+                table[class_of((kind, weight))] = config
+                getattr(TRITON, _OPS[kind])(x, weight)
+    table.update(before)
+
+
 def time_each(
     step: DecodeStep,
     name: str,
@@ -237,6 +296,7 @@ def time_each(
     configs: list[LinearConfig],
     table: Table,
     num_tokens: int,
+    budget: Budget,
 ) -> list[tuple[float, LinearConfig | None]]:
     """(seconds of the step, shape) of each candidate that works, of the present shape and of cuBLAS; fastest first."""
     timed: list[tuple[float, LinearConfig | None]] = []
@@ -244,7 +304,7 @@ def time_each(
         table[class_of(product)] = config
         try:
             check(step, *product, num_tokens)
-            timed.append((step.seconds(num_tokens), config))
+            timed.append((step.seconds(num_tokens, budget=budget), config))
         except Exception as error:  # too much shared memory, a shape that Triton doesn't take
             print(f"  {name}, {shape_name(config)}: {type(error).__name__}: {str(error).strip()[:80]}")
     return sorted(timed, key=lambda row: row[0])
@@ -297,7 +357,8 @@ def shape_name(config: LinearConfig | None) -> str:
     if config is None:
         return "cuBLAS"
     tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
-    return f"{tile}, splits {config.max_splits}, warps {config.num_warps}, stages {config.num_stages}"
+    slices = f", slices {config.num_slices}" if config.num_slices > 1 else ""
+    return f"{tile}, splits {config.max_splits}, warps {config.num_warps}, stages {config.num_stages}{slices}"
 
 
 def class_of(product: tuple[Product, LinearWeight]) -> _Class:

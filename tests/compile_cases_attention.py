@@ -8,18 +8,31 @@ from typing import Any
 import triton
 
 from compile_cases import CompileCase
-from pico_vllm.kernels import attention_decode, attention_merge, attention_prefill, attention_triton
-from pico_vllm.kernels.attention_config import AttentionConfig, DecodeConfig, MergeConfig, PrefillConfig, select_config
+from pico_vllm.kernels import (
+    attention_decode,
+    attention_merge,
+    attention_prefill,
+    attention_triton,
+    rotary_decode_attention_triton,
+)
+from pico_vllm.kernels.attention_config import (
+    MAX_ROTARY_DECODE_GROUPS,
+    AttentionConfig,
+    DecodeConfig,
+    MergeConfig,
+    PrefillConfig,
+    select_config,
+)
 
 _ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _POINTERS = dict.fromkeys(("block_tables", "query_start_loc", "seq_lens", "slot_mapping"), "*i32")
 _FP32 = {"partial_out": "*fp32", "partial_lse": "*fp32", "qk_scale": "fp32"}
-_TENSORS = ("query", "key", "value", "kv_cache", "out")
+_TENSORS = ("query", "key", "value", "heads", "cos_sin", "kv_cache", "out")
 #: Multiples of 16 for every model: strides of rows of head_dim numbers, and addresses of tensors of their own.
 _DIVISIBLE = (
     *_TENSORS, "partial_out", "partial_lse", "query_token_stride", "query_head_stride", "key_token_stride",
     "key_head_stride", "value_token_stride", "value_head_stride", "block_stride", "value_offset", "kv_head_stride",
-    "offset_stride",
+    "offset_stride", "token_stride", "head_stride", "cos_sin_stride",
 )  # fmt: skip
 
 
@@ -30,7 +43,7 @@ def compile_cases(architecture: int) -> list[CompileCase]:
         block_d = triton.next_power_of_2(head_dim)
         cases += attention_cases(architecture, select_config(architecture, block_d, 2), group, head_dim, block_size)
     cases += attention_cases(architecture, select_config(architecture, 64, 4), 3, 64, 16, dtype="fp32")
-    config = select_config(architecture, 128, 2).decode
+    config = select_config(architecture, 128, 2).decodes[0]
     return [*cases, decode_case(architecture, config, 6, 128, 16, query_len=8)]
 
 
@@ -39,7 +52,15 @@ def attention_cases(
 ) -> list[CompileCase]:
     """A model's decodes (whole, split, of one tile a program), merges and prefills."""
     shape = (group, head_dim, block_size, dtype)
-    decodes = dict.fromkeys((config.decode, config.short_decode, config.crowded_decode))
+    decodes = dict.fromkeys(
+        dataclasses.replace(decode, programs_per_sm=1, max_splits=1, max_groups=None)  # the kernel doesn't know these
+        for decode in (*config.decodes, *config.short_decodes)
+    )
+    few = dict.fromkeys(
+        dataclasses.replace(decode, programs_per_sm=1, max_splits=1, max_groups=None)
+        for decode in (*config.decodes, *config.short_decodes)
+        if head_dim & (head_dim - 1) == 0 and (decode.max_groups or 0) <= MAX_ROTARY_DECODE_GROUPS
+    )
     few_tiles = dict.fromkeys(dataclasses.replace(decode, num_stages=2) for decode in decodes)
     prefills = dict.fromkeys((config.prefill, config.short_prefill))
     return [
@@ -49,6 +70,11 @@ def attention_cases(
             for is_split in (False, True)
         ),
         *(decode_case(architecture, decode, *shape) for decode in few_tiles if decode not in decodes),
+        *(
+            rotary_decode_case(architecture, decode, *shape, is_split=is_split)
+            for decode in few
+            for is_split in (False, True)
+        ),
         *(
             merge_case(architecture, merge, 2 * group, head_dim, dtype)
             for merge in (*config.merges, config.many_rows_merge)
@@ -86,6 +112,31 @@ def decode_case(
     shape = f"N {config.block_n} w {config.num_warps} s {config.num_stages}"
     name = f"decode {dtype} {group}x{head_dim} {shape} query_len {query_len}{' split' * is_split}"
     return _case(name, attention_decode._decode_kernel, constexprs, dtype, config.num_warps, config.num_stages)
+
+
+def rotary_decode_case(
+    architecture: int,
+    config: DecodeConfig,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str = "bf16",
+    *,
+    is_split: bool = True,
+) -> CompileCase:
+    constexprs = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": max(16, triton.next_power_of_2(group)),
+        "BLOCK_N": config.block_n,
+        "IS_SPLIT": is_split,
+        "PDL": architecture >= 90,
+    }
+    shape = f"N {config.block_n} w {config.num_warps} s {config.num_stages}"
+    name = f"rotary decode {dtype} {group}x{head_dim} {shape}{' split' * is_split}"
+    kernel = rotary_decode_attention_triton._rotary_decode_kernel
+    return _case(name, kernel, constexprs, dtype, config.num_warps, config.num_stages)
 
 
 def merge_case(

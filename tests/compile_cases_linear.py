@@ -16,7 +16,7 @@ def compile_cases(architecture: int) -> list[CompileCase]:
         _case(f"linear {model} {shape.name}", shape, num_rows, config, architecture)
         for model, shapes in MODELS.items()
         for shape in shapes
-        for num_rows in (1, 16, 32, 64)
+        for num_rows in (1, 8, 16, 32, 64)
         if (config := choose_linear(shape.kind, num_rows, shape.out_features, shape.in_features, architecture))
     ]
 
@@ -24,6 +24,8 @@ def compile_cases(architecture: int) -> list[CompileCase]:
 def _case(name: str, shape: ProductShape, num_rows: int, config: LinearConfig, architecture: int) -> CompileCase:
     one_row = num_rows == 1
     kernel = linear_triton._one_row_kernel if one_row else linear_triton._few_rows_kernel
+    if config.num_slices > 1:
+        kernel = linear_triton._sliced_kernel
     constexprs: dict[str, Any] = {
         "IN_FEATURES": shape.in_features,
         "SPLIT": config.split(shape.in_features),
@@ -38,6 +40,8 @@ def _case(name: str, shape: ProductShape, num_rows: int, config: LinearConfig, a
     if not one_row:
         constexprs |= {"BLOCK_M": config.block_m, "NUM_STAGES": config.num_stages}
         integers |= {"num_rows": "i32", "x_stride": "i32"}
+    if config.num_slices > 1:
+        constexprs["NUM_SLICES"] = config.num_slices
     y = "*fp32" if shape.kind is Product.PARTIAL else "*bf16"
     return CompileCase(
         name=f"{name} {num_rows} tokens",

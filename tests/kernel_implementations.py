@@ -24,6 +24,7 @@ from pico_vllm.kernels import (
     logits_processing,
     philox,
     rms_norm,
+    rotary_decode_attention,
     rotary_embedding,
     rotary_embedding_and_store_kv,
     sampling,
@@ -44,7 +45,7 @@ class Implementation:
 
     Attributes:
         name: part of the test's id.
-        op: the callable, or ``AttentionOps``.
+        op: the callable, ``AttentionOps`` or ``DecodeOps``.
         device: where its tensors must be.
         dtypes: the ones it is tested in.
         equals_hf_bitwise: it makes the roundings of transformers' CPU code, all of them.
@@ -68,10 +69,23 @@ class AttentionOps:
     paged_attention: Callable[..., torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeOps:
+    """What decodes take as one op, with its metadata."""
+
+    prepare_attention: Callable[..., Any]
+    rotary_decode_attention: Callable[..., torch.Tensor]
+
+
 REFERENCE_ATTENTION = AttentionOps(
     attention.prepare_attention_reference, attention.store_kv_reference, attention.paged_attention_reference
 )
 CPU_ATTENTION = AttentionOps(attention.prepare_attention_cpu, attention.store_kv_cpu, attention.paged_attention_cpu)
+
+REFERENCE_DECODE = DecodeOps(
+    attention.prepare_attention_reference, rotary_decode_attention.rotary_decode_attention_reference
+)
+CPU_DECODE = DecodeOps(attention.prepare_attention_cpu, rotary_decode_attention.rotary_decode_attention_cpu)
 
 IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "embedding": (
@@ -113,6 +127,10 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "attention": (
         Implementation("reference", REFERENCE_ATTENTION),
         Implementation("cpu", CPU_ATTENTION),
+    ),
+    "rotary_decode_attention": (
+        Implementation("reference", REFERENCE_DECODE),
+        Implementation("cpu", CPU_DECODE),
     ),
     "swiglu": (
         Implementation("reference", swiglu.swiglu_reference),
@@ -164,6 +182,7 @@ if RUNS_TRITON:
         logits_processing_triton,
         philox_triton,
         rms_norm_triton,
+        rotary_decode_attention_triton,
         rotary_embedding_and_store_kv_triton,
         sampling_triton,
         swiglu_triton,
@@ -174,8 +193,12 @@ if RUNS_TRITON:
         attention_triton.store_kv_triton,
         attention_triton.paged_attention_triton,
     )
+    TRITON_DECODE = DecodeOps(
+        attention_triton.prepare_attention_triton, rotary_decode_attention_triton.rotary_decode_attention_triton
+    )
     IMPLEMENTATIONS["attention"] += (Implementation("triton", TRITON_ATTENTION, TRITON_DEVICE),)
-    TRITON_MODULES += [attention_triton]
+    IMPLEMENTATIONS["rotary_decode_attention"] += (Implementation("triton", TRITON_DECODE, TRITON_DEVICE),)
+    TRITON_MODULES += [attention_triton, rotary_decode_attention_triton]
     TRITON_MODULES += [block_copy_triton, greedy_triton, linear_triton, logits_processing_triton, philox_triton]
     TRITON_MODULES += [rms_norm_triton, rotary_embedding_and_store_kv_triton, sampling_triton, swiglu_triton]
     for name, function in {
@@ -226,7 +249,7 @@ def all_tested_callables() -> dict[str, set[Callable[..., Any]]]:
     tested: dict[str, set[Callable[..., Any]]] = {op: set() for op in IMPLEMENTATIONS if op != "attention"}
     for op, implementations in IMPLEMENTATIONS.items():
         for impl in implementations:
-            if isinstance(impl.op, AttentionOps):
+            if isinstance(impl.op, AttentionOps | DecodeOps):
                 for field in fields(impl.op):
                     tested.setdefault(field.name, set()).add(getattr(impl.op, field.name))
             else:

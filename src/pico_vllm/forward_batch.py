@@ -32,6 +32,8 @@ class ForwardBatch:
         max_seq_len: bound of ``seq_lens``.
         prefill_seq_len: the length of the sequences after the decodes that launches are shaped for, None = max_seq_len.
             No bound: longer ones take longer. These four are the only host values a kernel launch may depend on.
+        decodes_only: every sequence has one token, and its older positions were stored by earlier steps: nobody in this
+            step needs what another stores.
     """
 
     input_ids: torch.Tensor
@@ -45,3 +47,4 @@ class ForwardBatch:
     max_query_len: int
     max_seq_len: int
     prefill_seq_len: int | None = None
+    decodes_only: bool = False

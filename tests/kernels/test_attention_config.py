@@ -5,6 +5,7 @@ import pytest
 from pico_vllm.kernels import attention_config
 from pico_vllm.kernels.attention_config import (
     AttentionConfig,
+    DecodeConfig,
     Device,
     MergeConfig,
     PrefillConfig,
@@ -17,6 +18,7 @@ from pico_vllm.kernels.attention_config import (
     select_config,
 )
 
+FOUR_AN_SM = DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=4, max_splits=264)
 H200_PROGRAMS = 4 * 132
 SHARED_BYTES_OF_SM120 = 99 * 1024
 
@@ -34,7 +36,6 @@ SHARED_BYTES_OF_SM120 = 99 * 1024
         (64, 4096, 4),  # 512 programs
         (100, 4096, 2),
         (100, 1025, 2),
-        (100, 1024, 1),  # halves that aren't worth their merge
         (60, 1024, 4),
         (256, 1024, 1),  # enough groups by themselves
         (256, 32768, 1),
@@ -42,13 +43,13 @@ SHARED_BYTES_OF_SM120 = 99 * 1024
     ],
 )
 def test_contexts_are_split_until_the_device_is_full_by_hand(num_seqs, max_seq_len, expected):
-    assert num_kv_splits(2 * num_seqs, max_seq_len, 64, H200_PROGRAMS) == expected
+    assert num_kv_splits(FOUR_AN_SM, 2 * num_seqs, max_seq_len, 132) == expected
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 63, 100, 528, 529])
 @pytest.mark.parametrize("max_seq_len", [1, 63, 64, 65, 8191, 131072])
 def test_no_split_is_without_a_tile_and_splitting_makes_no_more_programs_than_wanted(num_groups, max_seq_len):
-    splits = num_kv_splits(num_groups, max_seq_len, 64, H200_PROGRAMS)
+    splits = num_kv_splits(FOUR_AN_SM, num_groups, max_seq_len, 132)
     assert 1 <= splits <= -(-max_seq_len // 64)
     assert splits == 1 or num_groups * splits <= H200_PROGRAMS
 
@@ -69,7 +70,8 @@ def test_fallback_fits_the_shared_memory_of_a_consumer_gpu(block_d, element_size
     for prefill in (config.prefill, config.short_prefill):
         in_flight = 2 * prefill.block_n * prefill.num_stages  # K and V
         assert (prefill.block_m + in_flight) * row_bytes <= SHARED_BYTES_OF_SM120
-    assert 2 * config.decode.block_n * config.decode.num_stages * row_bytes <= SHARED_BYTES_OF_SM120
+    for decode in (*config.decodes, *config.short_decodes):
+        assert 2 * decode.block_n * decode.num_stages * row_bytes <= SHARED_BYTES_OF_SM120
 
 
 def all_configs() -> list[AttentionConfig]:
@@ -79,7 +81,7 @@ def all_configs() -> list[AttentionConfig]:
 
 @pytest.mark.parametrize("config", all_configs())
 def test_tiles_are_powers_of_two_that_a_matrix_product_takes(config):
-    for shape in (config.decode, config.short_decode, config.crowded_decode, config.prefill, config.short_prefill):
+    for shape in (*config.decodes, *config.short_decodes, config.prefill, config.short_prefill):
         sizes = [value for name, value in dataclasses.asdict(shape).items() if name.startswith("block_")]
         assert sizes and all(size >= 16 and size & (size - 1) == 0 for size in sizes)
         assert shape.num_warps in (1, 2, 4, 8) and shape.num_stages >= 2
@@ -96,15 +98,27 @@ def test_large_prefill_tiles_wait_until_every_sm_has_one():
     assert choose_prefill(config, 12 * 512, 8192 + 512, num_sms=132) is large  # splits make up for it
 
 
-def test_more_groups_than_programs_take_the_crowded_shape():
-    config = select_config(90, 128, 2)
-    slots = 132 * config.decode.programs_per_sm
-    assert choose_decode(config, 1, 8192, 132) is config.decode
-    assert choose_decode(config, slots, 8192, 132) is config.decode
-    assert choose_decode(config, slots + 1, 8192, 132) is config.crowded_decode
-    assert choose_decode(config, 2, 1024, 132) is config.short_decode
-    assert choose_decode(config, 2, 1025, 132) is config.decode
-    assert choose_decode(config, 512, 1024, 132) is config.crowded_decode
+@pytest.mark.parametrize("config", all_configs())
+def test_decode_shapes_are_listed_by_growing_number_of_groups_and_the_last_takes_any(config):
+    for shapes in (config.decodes, config.short_decodes):
+        bounds = [shape.max_groups for shape in shapes]
+        assert bounds[-1] is None
+        assert bounds[:-1] == sorted(set(bounds[:-1]))
+
+
+def test_a_shape_is_for_its_number_of_groups_and_bound():
+    few, many, short = (dataclasses.replace(FOUR_AN_SM, max_groups=n) for n in (8, None, 9))
+    config = dataclasses.replace(select_config(90, 128, 2), decodes=(few, many), short_decodes=(short, many))
+    assert choose_decode(config, 1, 8192) is few
+    assert choose_decode(config, 8, 1025) is few
+    assert choose_decode(config, 9, 1025) is many
+    assert choose_decode(config, 9, 1024) is short
+    assert choose_decode(config, 10, 1024) is many
+
+
+def test_there_are_no_more_splits_than_a_shape_allows():
+    assert num_kv_splits(dataclasses.replace(FOUR_AN_SM, max_splits=5), 2, 1024, 132) == 5
+    assert num_kv_splits(dataclasses.replace(FOUR_AN_SM, max_splits=1), 2, 32768, 132) == 1
 
 
 MERGES = (MergeConfig(8, 4, 128, 4), MergeConfig(2, 16, 128, 4), MergeConfig(1, 64, 32, 4))

@@ -33,8 +33,8 @@ PACKED = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
 UNPACKED = dataclasses.replace(PACKED, packs_group=False)
 #: Tiles as small as they get, so that short contexts have many; 2 decodes x 2 KV heads are split into at most 8.
 MERGES = (MergeConfig(block_rows=4, block_splits=2, block_d=64, num_warps=4), MergeConfig(2, 4, 32, 4))
-TINY = AttentionConfig(DECODE, DECODE, DECODE, PACKED, PACKED, MERGES)
-TINY_UNPACKED = AttentionConfig(DECODE, DECODE, DECODE, UNPACKED, UNPACKED, MERGES)
+TINY = AttentionConfig((DECODE,), (DECODE,), PACKED, PACKED, MERGES)
+TINY_UNPACKED = AttentionConfig((DECODE,), (DECODE,), UNPACKED, UNPACKED, MERGES)
 FOUR_SMS = Device(architecture=0, num_sms=4)
 
 
@@ -108,7 +108,7 @@ def test_every_head_dim_group_and_block_size_is_near_the_oracle(heads, packs_gro
 
 def with_decode(**changes: object) -> AttentionConfig:
     decode = dataclasses.replace(DECODE, **changes)
-    return dataclasses.replace(TINY, decode=decode, short_decode=decode, crowded_decode=decode)
+    return dataclasses.replace(TINY, decodes=(decode,), short_decodes=(decode,))
 
 
 @pytest.mark.parametrize("merge", [MergeConfig(4, 2, 64, 4), MergeConfig(1, 8, 16, 2), MergeConfig(16, 16, 128, 4)])

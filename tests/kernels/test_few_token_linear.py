@@ -46,6 +46,19 @@ each_op_and_implementation = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def exact_sums():
+    """cuBLAS may add its own partial sums in 16 bits: not what this compares."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(matmul, name) for name in names}
+    for name in names:
+        setattr(matmul, name, False)
+    yield
+    for name, value in before.items():
+        setattr(matmul, name, value)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Tokens and a weight, settled in memory, and what the oracle makes of them."""
@@ -120,7 +133,7 @@ def test_gated_linear_is_near_the_oracle(impl, dtype, num_tokens, in_features, i
 def test_every_tuned_shape_is_near_the_oracle(kind, config, dtype, monkeypatch):
     """Those of wide products too, at sizes that an interpreter can bear: four tiles and a bit each way."""
     op = OPS[kind]
-    in_features, out_features = 4 * config.block_k + 35, min(2 * config.block_n, 64) + 3
+    in_features, out_features = 4 * config.block_k * config.num_slices + 35, min(2 * config.block_n, 64) + 3
     num_tokens = max(1, config.block_m - 1)
     case = build(num_tokens, in_features, out_features * (2 if kind is Product.GATED else 1), dtype=dtype)
     case = dataclasses.replace(case, x=case.x.to(TRITON_DEVICE), weight=case.weight.to(TRITON_DEVICE))
@@ -146,7 +159,7 @@ def test_partial_sums_are_one_a_split_by_hand(monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("num_tokens, num_splits", [(1, 2), (2, 5), (64, 5)])
+@pytest.mark.parametrize("num_tokens, num_splits", [(1, 2), (2, 3), (9, 5), (64, 5)])
 def test_long_products_come_in_the_splits_of_their_shape(num_tokens, num_splits):
     case = build(num_tokens, 4161, 3, dtype=torch.bfloat16, device=TRITON_DEVICE)
     y = case.run(linear_triton.partial_linear_triton)
@@ -230,6 +243,8 @@ def test_what_lies_behind_tokens_weights_and_bias_is_never_read(op, impl, num_to
 @pytest.mark.parametrize("num_tokens", [2, 16, 33])
 @each_op_and_implementation
 def test_nan_in_one_row_spoils_only_that_row(op, impl, num_tokens):
+    if impl.name == "cpu":
+        pytest.skip("torch's own product: 2.11 spreads it over 33 bf16 rows on some CPUs")
     case = build(num_tokens, 131, 70, dtype=torch.bfloat16, device=impl.device)
     clean = case.run(impl.op)
     spoilt = case.x.clone()
@@ -271,7 +286,7 @@ def test_two_runs_are_bitwise_equal(op, in_features, num_tokens):
 
 @needs_triton
 @each_op
-@pytest.mark.parametrize("num_tokens", [2, 9, 15])
+@pytest.mark.parametrize("num_tokens", [9, 12, 15])
 def test_a_row_of_a_tile_does_not_depend_on_the_others(op, num_tokens):
     """A tile is computed whole: a row is the same with and without the tokens beside it."""
     function = IMPLEMENTATIONS[op][-1].op

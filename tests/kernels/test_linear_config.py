@@ -41,27 +41,33 @@ def test_inputs_are_split_into_whole_tiles_by_hand(block_k, max_splits, in_featu
 @pytest.mark.parametrize("block_k", [16, 128, 2048])
 @pytest.mark.parametrize("in_features", [1, 63, 128, 129, 1536, 8959, 8960, 8961])
 def test_no_split_is_empty_and_together_they_are_all_inputs(in_features, block_k, max_splits):
-    config = LinearConfig(16, block_n=64, block_k=block_k, num_warps=4, max_splits=max_splits)
-    split, num_splits = config.split(in_features), config.num_splits(in_features)
-    assert split % block_k == 0
-    assert 1 <= num_splits <= max_splits
-    assert (num_splits - 1) * split < in_features <= num_splits * split
+    for num_slices in (1, 4):
+        config = LinearConfig(16, 64, block_k, num_warps=4, max_splits=max_splits, num_slices=num_slices)
+        split, num_splits = config.split(in_features), config.num_splits(in_features)
+        assert split % (block_k * num_slices) == 0
+        assert 1 <= num_splits <= max_splits
+        assert (num_splits - 1) * split < in_features <= num_splits * split
 
 
 @pytest.mark.parametrize(
     "shape, num_rows, block_m",
     [
         (QKV, 1, 1),
-        (QKV, 2, 16),
+        (QKV, 2, 8),
+        (QKV, 8, 8),
+        (QKV, 9, 16),
         (QKV, 16, 16),
         (QKV, 17, 32),
         (QKV, 32, 32),
         (QKV, 33, None),
+        (O_PROJ, 8, 8),
         (O_PROJ, 33, 64),
         (O_PROJ, 64, 64),
         (O_PROJ, 65, None),
+        (GATE_UP, 2, 16),
         (GATE_UP, 64, 64),
         (GATE_UP, 65, None),
+        (DOWN, 2, 8),
         (DOWN, 64, 64),
         (DOWN, 65, None),
         (LM_HEAD, 1, 1),
@@ -81,12 +87,12 @@ def test_a_tile_is_found_up_to_the_bound_and_for_no_token_beyond_it():
 
 def test_long_and_wide_products_have_shapes_of_their_own():
     tuned = linear_config._SHAPES
-    assert choose(DOWN, 16) == tuned[Product.PARTIAL, True][1]
-    assert choose(O_PROJ, 16) == tuned[Product.PARTIAL, False][1]
+    assert choose(DOWN, 16) == tuned[Product.PARTIAL, True][2]
+    assert choose(O_PROJ, 16) == tuned[Product.PARTIAL, False][2]
     assert choose(LM_HEAD, 16) == tuned[Product.WHOLE, True][1]
-    assert choose(QKV, 16) == tuned[Product.WHOLE, False][1]
-    assert choose_linear(Product.PARTIAL, 16, 1536, 4095, 90) == tuned[Product.PARTIAL, False][1]
-    assert choose_linear(Product.PARTIAL, 16, 1536, 4096, 90) == tuned[Product.PARTIAL, True][1]
+    assert choose(QKV, 16) == tuned[Product.WHOLE, False][2]
+    assert choose_linear(Product.PARTIAL, 16, 1536, 4095, 90) == tuned[Product.PARTIAL, False][2]
+    assert choose_linear(Product.PARTIAL, 16, 1536, 4096, 90) == tuned[Product.PARTIAL, True][2]
 
 
 def test_few_inputs_take_a_tile_no_longer_than_they_need():
@@ -103,7 +109,7 @@ def test_stages_are_fewer_where_there_is_less_shared_memory():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize("shape", EVERY_SHAPE)
 def test_tiles_of_real_models_fit_and_no_split_is_empty(shape, num_rows, architecture):
     config = choose(shape, num_rows, architecture)
@@ -118,7 +124,7 @@ def test_tiles_of_real_models_fit_and_no_split_is_empty(shape, num_rows, archite
     if config.block_m == 1:  # in registers, fp32 products beside them
         assert weights * config.block_k <= 128 * 32 * config.num_warps
     else:
-        tile_bytes = 2 * (weights + config.block_m) * config.block_k
+        tile_bytes = 2 * (weights + config.block_m) * config.block_k * config.num_slices
         assert tile_bytes * config.num_stages <= SHARED_BYTES[architecture]
 
 
@@ -126,10 +132,12 @@ def test_tiles_of_real_models_fit_and_no_split_is_empty(shape, num_rows, archite
 def test_tiles_are_powers_of_two_that_a_matrix_product_takes(config):
     sizes = (config.block_m, config.block_n, config.block_k)
     assert all(size & (size - 1) == 0 for size in sizes)
-    assert config.block_m == 1 or all(size >= 16 for size in sizes)
+    assert config.block_m == 1 or (config.block_m >= 8 and all(size >= 16 for size in sizes[1:]))
+    assert config.num_slices in (1, config.num_warps)
     assert config.num_warps in (1, 2, 4, 8) and 1 <= config.num_stages <= 4
 
 
 @pytest.mark.parametrize("shapes", linear_config._SHAPES.values())
 def test_shapes_are_listed_by_growing_number_of_tokens(shapes):
-    assert [config.block_m for config in shapes] == [1, 16, 32, 64][: len(shapes)]
+    sizes = [config.block_m for config in shapes]
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1

@@ -58,7 +58,7 @@ def test_the_search_finds_the_best_shape_of_each_product(tuning, step, monkeypat
     def config_of(kind):
         return tuning.linear_triton.choose_linear(kind, 16, 64, 64, 90)
 
-    def seconds(num_tokens, backend=None):
+    def seconds(num_tokens, backend=None, budget=None):
         costs = [
             cublas[kind] if config is None else config.block_n + config.num_warps / 100 + config.max_splits / 10
             for kind, config in ((kind, config_of(kind)) for kind in cublas)
@@ -72,15 +72,15 @@ def test_the_search_finds_the_best_shape_of_each_product(tuning, step, monkeypat
 
     monkeypatch.setattr(step, "seconds", seconds)
     monkeypatch.setattr(tuning, "check", check)
-    found = tuning.tune(step, 16, None, ablate=False)
+    found = tuning.tune(step, 64, None, ablate=False)
     assert found["shapes"]["qkv"] == found["shapes"]["lm_head"] == "cuBLAS"
-    assert found["shapes"]["gate_up"].startswith("16x16x") and "warps 8" in found["shapes"]["gate_up"]
-    assert found["shapes"]["o"].startswith("16x32x") and "splits 2, warps 4" in found["shapes"]["o"]
+    assert found["shapes"]["gate_up"].startswith("64x16x") and "warps 8" in found["shapes"]["gate_up"]
+    assert found["shapes"]["o"].startswith("64x32x") and "splits 2, warps 4" in found["shapes"]["o"]
     assert found["shapes"]["down"] == found["shapes"]["o"]  # the tiny model's are of one class
     assert found["cublas_us"] == 280.0
     assert found["final_us"] == round(100 + (32 + 0.04 + 0.2) + (16 + 0.08 + 0.1), 1)
     assert all(list(rows.values()) == sorted(rows.values()) for rows in found["rows"].values())
-    assert not any("16x16x" in shape and "warps 4" in shape for rows in found["rows"].values() for shape in rows)
+    assert not any("64x16x" in shape and "warps 4" in shape for rows in found["rows"].values() for shape in rows)
 
 
 def test_the_record_says_where_it_was_made_and_grows_with_each_number_of_tokens(tuning, tmp_path, monkeypatch, capsys):
@@ -102,16 +102,19 @@ def test_the_record_says_where_it_was_made_and_grows_with_each_number_of_tokens(
     assert "2 tokens: 1.0 µs, with cuBLAS alone 2.0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64])
-def test_candidates_hold_all_tokens_and_fit(tuning, num_tokens):
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 16, 17, 64, 128, 256])
+def test_candidates_fit(tuning, num_tokens):
     for product in linear_config._SHAPES:
         configs = tuning.candidates(product, num_tokens)
         assert len(configs) == len(set(configs)) >= 4
         for config in configs:
-            assert num_tokens <= config.block_m
+            assert (config.block_m == 1) == (num_tokens == 1)
             weights = config.block_n * (2 if product[0] is Product.GATED else 1)
-            assert weights * config.block_k <= 128 * 32 * config.num_warps
+            inputs = config.block_k * config.num_slices
+            assert weights * inputs <= 128 * 32 * config.num_warps
+            assert weights * config.block_m * config.num_slices <= 128 * 32 * config.num_warps
+            assert config.num_slices in (1, config.num_warps)
             if config.block_m > 1:
-                assert 2 * (weights + config.block_m) * config.block_k * config.num_stages <= 227 << 10
+                assert 2 * (weights + config.block_m) * inputs * config.num_stages <= 227 << 10
             if product[0] is not Product.PARTIAL:
                 assert config.max_splits == 1

@@ -37,6 +37,7 @@ class AttentionInputs:
     max_query_len: int
     max_seq_len: int
     prefill_seq_len: int | None = None
+    decodes_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ class CpuAttentionMetadata:
     prefills: tuple[_Rows, ...]
     num_tokens: int
     covers_all_tokens: bool  # False when padded tokens exist: their output rows must be zeroed
+    decodes_only: bool = False  # never: one op for decodes takes as long as two here
 
 
 #: Decode calls with fewer (sequence, KV head) pairs use the fused attention of torch, larger ones two batched products:

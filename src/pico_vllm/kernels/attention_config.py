@@ -15,18 +15,22 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Shape of the decode kernel.
+    """Shape of the decode kernels.
 
     Attributes:
         block_n: KV positions of a tile.
         num_warps, num_stages: as Triton means them; programs of few tiles get fewer stages.
         programs_per_sm: contexts are split until there are about so many programs; no more than an SM holds at once.
+        max_splits: and into so many splits at most.
+        max_groups: for so many pairs of a sequence and a KV head at most; None = any number.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    max_splits: int = 64
+    max_groups: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +74,16 @@ class AttentionConfig:
     """Shapes for one architecture, head_dim and element size.
 
     Attributes:
-        decode: when its programs hold all pairs of a sequence and a KV head at once.
-        short_decode: the same, and no context is longer than ``SHORT_CONTEXT``.
-        crowded_decode: when there are more of them.
+        decodes: by growing max_groups.
+        short_decodes: the same, where no context is longer than ``SHORT_CONTEXT``.
         prefill: when it has a tile for every SM, or its contexts are long enough to be split.
         short_prefill: when it hasn't.
         merges: by growing block_splits; see ``choose_merge``.
         many_rows_merge: when every SM has that many rows to merge.
     """
 
-    decode: DecodeConfig
-    short_decode: DecodeConfig
-    crowded_decode: DecodeConfig
+    decodes: tuple[DecodeConfig, ...]
+    short_decodes: tuple[DecodeConfig, ...]
     prefill: PrefillConfig
     short_prefill: PrefillConfig
     merges: tuple[MergeConfig, ...] = (
@@ -111,29 +113,56 @@ _INTERPRETER = Device(architecture=0, num_sms=4)
 #: Of a prefill: 16 splits of a row are merged in one step; a split of fewer positions is mostly start and end.
 _MAX_PREFILL_SPLITS, _MIN_SPLIT_POSITIONS = 16, 512
 
-#: Decodes of contexts up to this bound have a shape of their own.
+#: Decodes of contexts up to this bound have shapes of their own.
 SHORT_CONTEXT = 1024
+#: Up to so many groups the rotation is part of the attention of decodes: with the same tiles a whole step of 1 / 8 / 16
+#: sequences takes 2, 27 and 11 µs less, one of 32 / 64 / 128 takes 58, 6 and 2 µs more.
+MAX_ROTARY_DECODE_GROUPS = 32
 #: Prefills with contexts from this bound on are split rather than given small tiles: 512 new tokens on 8192 take 93 µs
 #: in five splits of large tiles, 98 in eight of small ones, 133 unsplit.
 _LONG_CONTEXT = 4096
 
+#: More decodes than SMs hold at once with the shapes for fewer.
+_MANY = (
+    DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=3, max_splits=1, max_groups=448),
+    DecodeConfig(block_n=64, num_warps=2, num_stages=2, programs_per_sm=4, max_splits=1),
+)
+
 #: (architecture, head_dim up to the next power of two, bytes of an element).
 _CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
-    # On an H200, in µs (bf16, 12 / 2 heads; benchmarks/results/h200_attention_tuning.json has every candidate):
-    # 1 x 8192: 7.8 of decode, 9.8 with tiles of 64. 1 x 512: 4.5 of short_decode, 5.3 of decode. 256 x 1024: 68.9 of
-    # crowded_decode. 64 x 4096: 68.0 of decode, 71 with tiles of 64. A prefill of 512: 13.2 of short_prefill, 15.2 with
-    # a loop of its own for full tiles; of 8192: 464 of prefill, 526 with tiles of 64.
+    # Decodes: whole captured steps of Qwen2.5-1.5B on an H200 (2 KV heads: two groups a sequence), contexts of 600 and
+    # of 100 to 1500 in one step (benchmarks/results/h200_decode_attention_tuning.txt). Splits cost a merge and, idle,
+    # 2 µs a layer: few sequences get as many as a tile each, many get none, even where contexts differ.
+    # Prefills, in µs (h200_attention_tuning.json has every candidate): of 512: 13.2 of short_prefill, 15.2 with a loop
+    # of its own for full tiles; of 8192: 464 of prefill, 526 with tiles of 64.
     (90, 128, 2): AttentionConfig(
-        decode=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1),
-        short_decode=DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=1),
-        crowded_decode=DecodeConfig(block_n=64, num_warps=2, num_stages=2, programs_per_sm=4),
+        decodes=(
+            DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs_per_sm=1, max_groups=8),
+            DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, max_groups=32),
+            DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2, max_groups=64),
+            DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, max_groups=132),
+            *_MANY,
+        ),
+        short_decodes=(
+            DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs_per_sm=1, max_groups=8),
+            DecodeConfig(block_n=128, num_warps=8, num_stages=2, programs_per_sm=1, max_splits=5, max_groups=16),
+            DecodeConfig(block_n=128, num_warps=4, num_stages=2, programs_per_sm=2, max_splits=5, max_groups=32),
+            DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, max_splits=1, max_groups=132),
+            *_MANY,
+        ),
         prefill=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
         short_prefill=PrefillConfig(64, block_n=64, num_warps=4, num_stages=4, separates_diagonal=False),
     ),
     (90, 64, 2): AttentionConfig(
-        decode=DecodeConfig(block_n=128, num_warps=4, num_stages=3, programs_per_sm=2),
-        short_decode=DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=1),
-        crowded_decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=4),
+        decodes=(
+            DecodeConfig(block_n=128, num_warps=4, num_stages=3, programs_per_sm=2, max_groups=264),
+            DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=4),
+        ),
+        short_decodes=(
+            DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=1, max_groups=44),
+            DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=1, max_splits=1, max_groups=132),
+            DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=4),
+        ),
         prefill=PrefillConfig(block_m=64, block_n=128, num_warps=4, num_stages=2),
         short_prefill=PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
     ),
@@ -160,41 +189,35 @@ def select_config(architecture: int, block_d: int, element_size: int) -> Attenti
     block_m = min(64, 16384 // row_bytes) if element_size == 2 else 16  # exact fp32 products take many registers
     prefill = PrefillConfig(block_m, block_n, num_warps=4, num_stages=3 if element_size == 2 else 2)
     decode = DecodeConfig(block_n, num_warps=4, num_stages=3, programs_per_sm=4)
-    return AttentionConfig(decode, decode, decode, prefill, prefill)
+    return AttentionConfig((decode,), (decode,), prefill, prefill)
 
 
-def choose_decode(config: AttentionConfig, num_groups: int, max_seq_len: int, num_sms: int) -> DecodeConfig:
-    """The shape that runs all groups at once, as far as there is one.
+def choose_decode(config: AttentionConfig, num_groups: int, max_seq_len: int) -> DecodeConfig:
+    """The first shape that is for so many groups.
 
     Args:
         config: of the device.
         num_groups: pairs of a sequence and a KV head.
         max_seq_len: bound of the lengths.
-        num_sms: of the device.
     """
-    decode = config.short_decode if max_seq_len <= SHORT_CONTEXT else config.decode
-    return decode if num_groups <= decode.programs_per_sm * num_sms else config.crowded_decode
+    shapes = config.short_decodes if max_seq_len <= SHORT_CONTEXT else config.decodes
+    return next(shape for shape in shapes if shape.max_groups is None or num_groups <= shape.max_groups)
 
 
-def num_kv_splits(num_groups: int, max_seq_len: int, block_n: int, num_programs: int) -> int:
-    """Splits of each context so that about ``num_programs`` programs decode, each with a tile or more.
+def num_kv_splits(shape: DecodeConfig, num_groups: int, max_seq_len: int, num_sms: int) -> int:
+    """Splits of each context, each of a tile or more, so that about ``programs_per_sm`` programs an SM decode.
 
     Programs that run at once share the bandwidth evenly: an SM with one less costs nothing, but a few programs more
     than run at once cost a second wave (64 x 4096 on an H200: 77.0 µs in 384 programs, 88.1 in 512).
 
     Args:
+        shape: of the launch.
         num_groups: pairs of a sequence and a KV head.
         max_seq_len: bound of the lengths.
-        block_n: positions of a tile.
-        num_programs: as many as run at once. More groups than that aren't split: the second wave of 256 x 1024 costs
-            less than the merge of two halves (81 against 90 µs).
+        num_sms: of the device.
     """
-    max_tiles = -(-max_seq_len // block_n)
-    splits = max(1, min(max_tiles, num_programs // num_groups))
-    # Two halves of a short context are not worth their merge: a whole decode step of 32 / 96 / 128 x 600 on an H200
-    # takes 1.63 / 2.37 / 2.46 ms unsplit and 1.68 / 2.53 / 2.70 in halves; at 4096 it is the other way round.
-    is_short = splits == 2 and max_seq_len <= SHORT_CONTEXT and num_groups >= num_programs // 4
-    return 1 if is_short else splits
+    max_tiles = -(-max_seq_len // shape.block_n)
+    return max(1, min(max_tiles, shape.max_splits, shape.programs_per_sm * num_sms // num_groups))
 
 
 def choose_merge(config: AttentionConfig, num_splits: int, num_rows: int, num_sms: int) -> MergeConfig:

@@ -18,6 +18,7 @@ against six of a kernel that asks for the length, then blocks, then K, then V, a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -25,14 +26,20 @@ import torch
 import triton
 import triton.language as tl
 
-from pico_vllm.kernels.attention_config import AttentionConfig, choose_decode, choose_merge, num_kv_splits
+from pico_vllm.kernels.attention_config import (
+    AttentionConfig,
+    DecodeConfig,
+    choose_decode,
+    choose_merge,
+    num_kv_splits,
+)
 from pico_vllm.kernels.attention_merge import allocate_partials, merge_splits
 from pico_vllm.kernels.attention_tiles import (
     attend_positions,
     load_blocks,
     load_rows,
     start_after_predecessors,
-    store_rows,
+    write_rows,
 )
 
 if TYPE_CHECKING:
@@ -120,15 +127,11 @@ def _decode_kernel(
         MASKED=True,
     )  # fmt: skip
 
-    # 4. Write; the sum is 0 where a row saw nothing.
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    result = acc * (1.0 / row_sum)[:, None]
-    if IS_SPLIT:
-        split_rows = head_rows * num_splits + split
-        store_rows(partial_out, split_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
-        tl.store(partial_lse + split_rows, row_max + tl.log2(row_sum), mask=is_row)
-    else:
-        store_rows(out, head_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
+    # 4. Write.
+    write_rows(
+        out, partial_out, partial_lse, head_rows, split, num_splits, dims, is_row, acc, row_max, row_sum,
+        HEAD_DIM, BLOCK_D, IS_SPLIT,
+    )  # fmt: skip
 
 
 def decode_attention_triton(
@@ -154,12 +157,7 @@ def decode_attention_triton(
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group, device = num_heads // num_kv_heads, metadata.device
     num_seqs, query_len = metadata.num_decode_reqs, metadata.decode_query_len
-    num_groups = num_seqs * num_kv_heads
-    decode = choose_decode(config, num_groups, metadata.max_seq_len, device.num_sms)
-    num_programs = decode.programs_per_sm * device.num_sms
-    num_splits = num_kv_splits(num_groups, metadata.max_seq_len, decode.block_n, num_programs)
-    max_tiles = -(-metadata.max_seq_len // (num_splits * decode.block_n))
-    num_stages = min(decode.num_stages, max_tiles + 1)  # what a program of one tile would prefetch is only overhead
+    decode, num_splits = choose_decode_shape(config, metadata, num_seqs * num_kv_heads)
     num_decode_tokens = min(num_tokens, num_seqs * query_len)  # at most
     partial_out, partial_lse = allocate_partials(num_decode_tokens, num_splits, out)
     _decode_kernel[(num_kv_heads, num_splits, num_seqs)](
@@ -190,9 +188,21 @@ def decode_attention_triton(
         IS_SPLIT=num_splits > 1,
         PDL=device.launches_early,
         num_warps=decode.num_warps,
-        num_stages=num_stages,
+        num_stages=decode.num_stages,
         launch_pdl=device.launches_early,
     )
     if num_splits > 1:
         merge = choose_merge(config, num_splits, num_decode_tokens * num_heads, device.num_sms)
         merge_splits(out, partial_out, partial_lse, metadata.query_start_loc, num_seqs, merge, device, decodes=True)
+
+
+def choose_decode_shape(
+    config: AttentionConfig, metadata: TritonAttentionMetadata, num_groups: int
+) -> tuple[DecodeConfig, int]:
+    """The kernel's shape and the number of splits."""
+    num_sms, max_seq_len = metadata.device.num_sms, metadata.max_seq_len
+    decode = choose_decode(config, num_groups, max_seq_len)
+    num_splits = num_kv_splits(decode, num_groups, max_seq_len, num_sms)
+    max_tiles = -(-max_seq_len // (num_splits * decode.block_n))
+    # What a program of one tile would prefetch is only overhead.
+    return dataclasses.replace(decode, num_stages=min(decode.num_stages, max_tiles + 1)), num_splits

@@ -26,7 +26,7 @@ from pico_vllm.kernels.attention_tiles import (
     load_blocks,
     load_rows,
     start_after_predecessors,
-    store_rows,
+    write_rows,
 )
 
 if TYPE_CHECKING:
@@ -172,16 +172,12 @@ def _prefill_kernel(
         qk_scale, block_stride, offset_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=True,
     )  # fmt: skip
 
-    # 5. Write; the sum is 0 where a row saw nothing.
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    result = acc * (1.0 / row_sum)[:, None]
-    head_rows = tokens * num_heads + heads  # of out
-    if IS_SPLIT:
-        split_rows = head_rows * num_splits + split
-        store_rows(partial_out, split_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
-        tl.store(partial_lse + split_rows, row_max + tl.log2(row_sum), mask=is_row)
-    else:
-        store_rows(out, head_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
+    # 5. Write.
+    head_rows = tokens * num_heads + heads
+    write_rows(
+        out, partial_out, partial_lse, head_rows, split, num_splits, dims, is_row, acc, row_max, row_sum,
+        HEAD_DIM, BLOCK_D, IS_SPLIT,
+    )  # fmt: skip
 
 
 def prefill_attention_triton(

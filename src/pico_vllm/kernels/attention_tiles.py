@@ -117,16 +117,54 @@ def attend_positions(
         blocks = load_blocks(block_table, positions + step, end, BLOCK_SIZE)
         k = load_rows(keys, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED)
         v = load_rows(values, offsets, dims, is_valid, HEAD_DIM, BLOCK_D, not MASKED)
-
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if MASKED:
-            scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * qk_scale)
-        # A row that has seen nothing yet: -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(tl.fma(scores, qk_scale, -shift[:, None]))
-        rescale = tl.exp2(row_max - shift)
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-        row_max = new_max
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        acc, row_max, row_sum = attend_tile(q, k, v, positions, last_visible, acc, row_max, row_sum, qk_scale, MASKED)
     return acc, row_max, row_sum
+
+
+@triton.jit
+def attend_tile(
+    q, k, v, positions, last_visible, acc, row_max, row_sum, qk_scale, MASKED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One tile of ``attend_positions``, loaded: k and v are [BLOCK_N, BLOCK_D]."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    if MASKED:
+        scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * qk_scale)
+    # A row that has seen nothing yet: -inf - -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(tl.fma(scores, qk_scale, -shift[:, None]))
+    rescale = tl.exp2(row_max - shift)
+    row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def write_rows(
+    out,
+    partial_out,
+    partial_lse,
+    head_rows,
+    split,
+    num_splits,
+    dims,
+    is_row,
+    acc,
+    row_max,
+    row_sum,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> None:
+    """Normalise and write: to ``out``, or what ``attention_merge`` needs of a split. Row indices count the rows of out.
+
+    A row that saw nothing has a sum of 0 and gives 0.
+    """
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    result = acc * (1.0 / row_sum)[:, None]
+    if IS_SPLIT:
+        split_rows = head_rows * num_splits + split
+        store_rows(partial_out, split_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)
+        tl.store(partial_lse + split_rows, row_max + tl.log2(row_sum), mask=is_row)
+    else:
+        store_rows(out, head_rows * HEAD_DIM, dims, is_row, result, HEAD_DIM, BLOCK_D)

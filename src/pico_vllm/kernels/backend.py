@@ -24,6 +24,7 @@ from pico_vllm.kernels import (
     logits_processing,
     philox,
     rms_norm,
+    rotary_decode_attention,
     rotary_embedding_and_store_kv,
     sampling,
 )
@@ -33,9 +34,10 @@ from pico_vllm.kernels import (
 class KernelBackend:
     """The ops; contracts are in the files that implement them.
 
-    ``prepare_attention`` makes what ``rotary_embedding_and_store_kv`` and ``paged_attention`` of the same backend take
-    as metadata: swap the three together. ``pack_linear`` likewise belongs to the three products, but each of them
-    accepts every packed weight; what ``partial_linear`` returns is for ``add_rms_norm``, and any of these takes it.
+    ``prepare_attention`` makes what ``rotary_embedding_and_store_kv``, ``paged_attention`` and
+    ``rotary_decode_attention`` (both in one) of the same backend take as metadata: swap the four together.
+    ``pack_linear`` likewise belongs to the three products, but each of them accepts every packed weight; what
+    ``partial_linear`` returns is for ``add_rms_norm``, and any of these takes it.
     """
 
     name: str
@@ -49,6 +51,7 @@ class KernelBackend:
     prepare_attention: Callable[..., Any]
     rotary_embedding_and_store_kv: Callable[..., None]
     paged_attention: Callable[..., Any]
+    rotary_decode_attention: Callable[..., Any]
     greedy: Callable[..., Any]
     sample: Callable[..., Any]
     uniform: Callable[..., Any]
@@ -72,6 +75,7 @@ REFERENCE = KernelBackend(
     prepare_attention=attention.prepare_attention_reference,
     rotary_embedding_and_store_kv=rotary_embedding_and_store_kv.rotary_embedding_and_store_kv_reference,
     paged_attention=attention.paged_attention_reference,
+    rotary_decode_attention=rotary_decode_attention.rotary_decode_attention_reference,
     greedy=sampling.greedy_reference,
     sample=sampling.sample_reference,
     uniform=philox.uniform_cpu,
@@ -95,6 +99,7 @@ CPU = KernelBackend(
     prepare_attention=attention.prepare_attention_cpu,
     rotary_embedding_and_store_kv=rotary_embedding_and_store_kv.rotary_embedding_and_store_kv_cpu,
     paged_attention=attention.paged_attention_cpu,
+    rotary_decode_attention=rotary_decode_attention.rotary_decode_attention_cpu,
     greedy=sampling.greedy_cpu,
     sample=sampling.sample_cpu,
     uniform=philox.uniform_cpu,

@@ -25,10 +25,11 @@ class LinearConfig:
     """Shape of one launch.
 
     Attributes:
-        block_m: tokens, 1 or a power of two from 16 on.
+        block_m: tokens of a tile, 1 or a power of two from 8 on; 1 is for one token alone.
         block_n, block_k: outputs (of each half, if gated) and inputs of a tile.
         num_warps, num_stages: as Triton means them.
         max_splits: programs that share the inputs of one output at most.
+        num_slices: tiles side by side along the inputs in one program, one a warp.
     """
 
     block_m: int
@@ -37,11 +38,13 @@ class LinearConfig:
     num_warps: int
     num_stages: int = 1
     max_splits: int = 1
+    num_slices: int = 1
 
     def split(self, in_features: int) -> int:
-        """Inputs of a program: a multiple of block_k."""
-        tiles = -(-in_features // self.block_k)
-        return -(-tiles // self.max_splits) * self.block_k
+        """Inputs of a program: a multiple of what it takes at a time."""
+        at_once = self.block_k * self.num_slices
+        tiles = -(-in_features // at_once)
+        return -(-tiles // self.max_splits) * at_once
 
     def num_splits(self, in_features: int) -> int:
         """Programs that share the inputs of an output; none is empty."""
@@ -61,7 +64,8 @@ _LONG, _WIDE = 4096, 32768
 _SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
     (Product.WHOLE, False): (
         LinearConfig(1, block_n=8, block_k=2048, num_warps=4),
-        LinearConfig(16, block_n=32, block_k=256, num_warps=4, num_stages=3),
+        LinearConfig(8, block_n=16, block_k=128, num_warps=4, num_stages=2, num_slices=4),
+        LinearConfig(16, block_n=16, block_k=128, num_warps=4, num_stages=2, num_slices=4),
         LinearConfig(32, block_n=32, block_k=256, num_warps=4, num_stages=3),
     ),
     (Product.WHOLE, True): (
@@ -71,12 +75,14 @@ _SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
     ),
     (Product.PARTIAL, False): (
         LinearConfig(1, block_n=4, block_k=2048, num_warps=2),
-        LinearConfig(16, block_n=32, block_k=256, num_warps=4, num_stages=3, max_splits=2),
+        LinearConfig(8, block_n=16, block_k=256, num_warps=4, num_stages=2, max_splits=2, num_slices=4),
+        LinearConfig(16, block_n=64, block_k=256, num_warps=4, num_stages=3, max_splits=6),
         LinearConfig(32, block_n=64, block_k=128, num_warps=4, num_stages=3, max_splits=4),
         LinearConfig(64, block_n=64, block_k=128, num_warps=4, num_stages=3, max_splits=4),
     ),
     (Product.PARTIAL, True): (
         LinearConfig(1, block_n=4, block_k=2048, num_warps=4, max_splits=2),
+        LinearConfig(8, block_n=16, block_k=256, num_warps=4, num_stages=3, max_splits=3, num_slices=4),
         LinearConfig(16, block_n=64, block_k=256, num_warps=4, num_stages=3, max_splits=5),
         LinearConfig(32, block_n=64, block_k=128, num_warps=8, num_stages=4, max_splits=5),
         LinearConfig(64, block_n=64, block_k=128, num_warps=4, num_stages=4, max_splits=5),

@@ -111,18 +111,19 @@ def _few_rows_kernel(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``_one_row_kernel`` for num_rows <= BLOCK_M tokens, on tensor cores: weights x tokens, [BLOCK_N, BLOCK_M].
+    """``_one_row_kernel`` for more tokens, on tensor cores: weights x tokens, [BLOCK_N, BLOCK_M].
 
-    The weights are the left operand: its many rows fill the instruction, which the few tokens would not. Rows past
-    num_rows compute on zeros and aren't stored. Grid as above.
+    The weights are the left operand: its many rows fill the instruction, which few tokens would not. Rows past num_rows
+    compute on zeros and aren't stored. Grid: (ceil(num_rows / BLOCK_M), ceil(out_features / BLOCK_N), num_splits):
+    programs of the same weights are neighbours, so that one of them reads them for all.
     """
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
     first = split * SPLIT
     last = tl.minimum(first + SPLIT, IN_FEATURES)
     is_output = outputs < out_features
     inputs = first + tl.arange(0, BLOCK_K)
-    tokens = tl.arange(0, BLOCK_M).to(tl.int64)
+    tokens = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     is_token = tokens < num_rows
     rows = weight + outputs.to(tl.int64) * IN_FEATURES
     up_rows = weight + (out_features + outputs).to(tl.int64) * IN_FEATURES
@@ -141,6 +142,89 @@ def _few_rows_kernel(
         result = tl.dot(_load_weights(rows, inputs, is_output, last), x_block, result)
         if IS_GATED:
             up = tl.dot(_load_weights(up_rows, inputs, is_output, last), x_block, up)
+    _finish(
+        result, up, bias, y, outputs, is_output, tokens, is_token, num_rows, out_features, split,
+        HAS_BIAS, IS_PARTIAL, IS_GATED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sliced_kernel(
+    x,
+    weight,
+    bias,
+    y,
+    num_rows,
+    out_features,
+    x_stride,
+    IN_FEATURES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``_few_rows_kernel`` with the inputs cut into NUM_SLICES slices, side by side in one program.
+
+    A product of so few outputs and tokens that one warp holds it leaves the others idle; here each has a slice of
+    BLOCK_K inputs, and their sums are added at the end. So a program reads NUM_SLICES * BLOCK_K inputs of few outputs
+    at a time, and there are many programs without splits that somebody has to add.
+    """
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    first = split * SPLIT
+    last = tl.minimum(first + SPLIT, IN_FEATURES)
+    is_output = outputs < out_features
+    inputs = first + tl.arange(0, NUM_SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    tokens = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    is_token = tokens < num_rows
+    rows = weight + outputs.to(tl.int64) * IN_FEATURES
+    up_rows = weight + (out_features + outputs).to(tl.int64) * IN_FEATURES
+    x_columns = x + tokens * x_stride
+    w = _load_weight_slices(rows, inputs, is_output, last)
+    up_w = _load_weight_slices(up_rows, inputs, is_output, last) if IS_GATED else w
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x_block = _load_token_slices(x_columns, inputs, is_token, last)
+    results = tl.dot(w, x_block, out_dtype=tl.float32)  # [NUM_SLICES, BLOCK_N, BLOCK_M]
+    ups = tl.dot(up_w, x_block, out_dtype=tl.float32) if IS_GATED else results
+    for start in tl.range(NUM_SLICES * BLOCK_K, SPLIT, NUM_SLICES * BLOCK_K, num_stages=NUM_STAGES):
+        x_block = _load_token_slices(x_columns, inputs + start, is_token, last)
+        results = tl.dot(_load_weight_slices(rows, inputs + start, is_output, last), x_block, results)
+        if IS_GATED:
+            ups = tl.dot(_load_weight_slices(up_rows, inputs + start, is_output, last), x_block, ups)
+    result = tl.sum(results, axis=0)
+    up = tl.sum(ups, axis=0) if IS_GATED else result
+    _finish(
+        result, up, bias, y, outputs, is_output, tokens, is_token, num_rows, out_features, split,
+        HAS_BIAS, IS_PARTIAL, IS_GATED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    result,
+    up,
+    bias,
+    y,
+    outputs,
+    is_output,
+    tokens,
+    is_token,
+    num_rows,
+    out_features,
+    split,
+    HAS_BIAS: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
+    """Bias, SwiGLU, and the store of [BLOCK_N, BLOCK_M] results: y is [num_splits, num_rows, out_features] or whole."""
     if HAS_BIAS:
         result += _load_bias(bias + outputs, is_output, split)[:, None]
         if IS_GATED:
@@ -165,6 +249,20 @@ def _load_tokens(x_columns, inputs, is_token, last):
     """[BLOCK_K, BLOCK_M], 0 outside."""
     mask = (inputs < last)[:, None] & is_token[None, :]
     return tl.load(x_columns[None, :] + inputs[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_weight_slices(rows, inputs, is_output, last):
+    """[NUM_SLICES, BLOCK_N, BLOCK_K] of inputs [NUM_SLICES, BLOCK_K]."""
+    mask = is_output[None, :, None] & (inputs < last)[:, None, :]
+    return tl.load(rows[None, :, None] + inputs[:, None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_token_slices(x_columns, inputs, is_token, last):
+    """[NUM_SLICES, BLOCK_K, BLOCK_M]."""
+    mask = (inputs < last)[:, :, None] & is_token[None, None, :]
+    return tl.load(x_columns[None, None, :] + inputs[:, :, None], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -229,7 +327,7 @@ def _launch(kind: Product, x: torch.Tensor, weight: LinearWeight, y: torch.Tenso
     dense = weight.to_dense()
     num_rows, out_features, in_features = x.shape[0], y.shape[-1], weight.in_features
     launches_early = device_of(x.device.index).launches_early
-    grid = (triton.cdiv(out_features, config.block_n), y.shape[0] if kind is Product.PARTIAL else 1)
+    num_tiles, num_splits = triton.cdiv(out_features, config.block_n), y.shape[0] if kind is Product.PARTIAL else 1
     shared = {
         "IN_FEATURES": in_features,
         "SPLIT": config.split(in_features),
@@ -244,9 +342,13 @@ def _launch(kind: Product, x: torch.Tensor, weight: LinearWeight, y: torch.Tenso
     }
     bias = dense if weight.bias is None else weight.bias
     if config.block_m == 1:
-        _one_row_kernel[grid](x, dense, bias, y, out_features, **shared)
+        _one_row_kernel[(num_tiles, num_splits)](x, dense, bias, y, out_features, **shared)
         return
-    _few_rows_kernel[grid](
+    kernel = _few_rows_kernel
+    if config.num_slices > 1:
+        kernel = _sliced_kernel
+        shared["NUM_SLICES"] = config.num_slices
+    kernel[(triton.cdiv(num_rows, config.block_m), num_tiles, num_splits)](
         x,
         dense,
         bias,

@@ -81,9 +81,7 @@ def _rotary_embedding_and_store_kv_kernel(
     a, b = first, second
     if HAS_QK_NORM:
         a, b = _normalise_heads(first, second, q_weight_ptr, k_weight_ptr, eps, is_query, column, HALF)
-    rotated_a = (_product(a, cos).to(tl.float32) - _product(b, sin).to(tl.float32)).to(a.dtype)
-    rotated_b = (_product(b, cos).to(tl.float32) + _product(a, sin).to(tl.float32)).to(a.dtype)
-
+    rotated_a, rotated_b = rotate(a, b, cos, sin)
     tl.store(first_ptrs, rotated_a, mask=mask & is_query)
     tl.store(first_ptrs + HALF, rotated_b, mask=mask & is_query)
 
@@ -97,6 +95,14 @@ def _rotary_embedding_and_store_kv_kernel(
         is_stored = mask & (head >= NUM_HEADS)
         tl.store(cache_ptrs, tl.where(is_value, first, rotated_a), mask=is_stored)
         tl.store(cache_ptrs + HALF, tl.where(is_value, second, rotated_b), mask=is_stored)
+
+
+@triton.jit
+def rotate(a, b, cos, sin) -> tuple[tl.tensor, tl.tensor]:
+    """Both halves of heads, each product and sum rounded to their dtype."""
+    rotated_a = (_product(a, cos).to(tl.float32) - _product(b, sin).to(tl.float32)).to(a.dtype)
+    rotated_b = (_product(b, cos).to(tl.float32) + _product(a, sin).to(tl.float32)).to(a.dtype)
+    return rotated_a, rotated_b
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from pico_vllm.kernels.linear_triton import gated_linear_triton, linear_triton, 
 from pico_vllm.kernels.logits_processing_triton import apply_bitmask_triton, apply_penalties_triton
 from pico_vllm.kernels.philox_triton import uniform_triton
 from pico_vllm.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
+from pico_vllm.kernels.rotary_decode_attention_triton import rotary_decode_attention_triton
 from pico_vllm.kernels.rotary_embedding_and_store_kv_triton import rotary_embedding_and_store_kv_triton
 from pico_vllm.kernels.sampling_triton import sample_triton
 
@@ -30,6 +31,7 @@ TRITON = dataclasses.replace(
     add_rms_norm=add_rms_norm_triton,
     prepare_attention=prepare_attention_triton,
     paged_attention=paged_attention_triton,
+    rotary_decode_attention=rotary_decode_attention_triton,
     rotary_embedding_and_store_kv=rotary_embedding_and_store_kv_triton,
     greedy=greedy_triton,
     sample=sample_triton,

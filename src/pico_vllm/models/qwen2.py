@@ -180,6 +180,7 @@ class Qwen2ForCausalLM:
                 max_query_len=batch.max_query_len,
                 max_seq_len=batch.max_seq_len,
                 prefill_seq_len=batch.prefill_seq_len,
+                decodes_only=batch.decodes_only,
             ),
             kv_shape,
         )

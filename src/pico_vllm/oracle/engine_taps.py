@@ -116,6 +116,20 @@ class EngineTaps:
     def _tap_paged_attention(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
         self._keep(f"layers.{self._layer}.attention", result)
 
+    def _tap_rotary_decode_attention(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        """The rotated queries never leave the op: they are computed once more, by the op for both.
+
+        That stores K and V a second time; what the op itself has stored is looked at before, and put back.
+        """
+        heads, cos_sin, kv_cache, metadata, num_heads = args[:5]
+        key, value = _stored(kv_cache, metadata.slot_mapping)
+        self._keep(f"layers.{self._layer}.key", key)
+        self._keep(f"layers.{self._layer}.value", value)
+        rotated = heads.clone()
+        self._plain.rotary_embedding_and_store_kv(rotated, cos_sin, kv_cache, metadata, num_heads)
+        self._keep(f"layers.{self._layer}.query", rotated[:, :num_heads])
+        self._keep(f"layers.{self._layer}.attention", result)
+
     def _keep_logits(self, rows: torch.Tensor) -> None:
         """Those of sampled rows come first, then those of wanted prompt positions, a few at a time."""
         first = self._step.get("logits")

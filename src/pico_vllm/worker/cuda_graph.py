@@ -338,6 +338,7 @@ class CudaGraphRunner:
             num_decode_reqs=num_seqs,
             max_query_len=1,
             max_seq_len=size.seq_len,
+            decodes_only=True,
         )
 
     def _mixed_batch(self, size: MixedSize) -> ForwardBatch:

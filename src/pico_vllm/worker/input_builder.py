@@ -218,6 +218,7 @@ class InputBuilder:
             max_query_len=host.max_query_len,
             max_seq_len=host.max_seq_len,
             prefill_seq_len=host.prefill_seq_len,
+            decodes_only=len(host.continued_rows) == len(host.rows) == len(host.positions),
         )
         return batch, self.sampling(host)
 
