@@ -28,6 +28,7 @@ from pico_vllm import EngineConfig, SamplingParams
 from pico_vllm.engine.core_messages import StepOutputs, decode_from_core, encode, output_of, step_of
 from pico_vllm.engine.llm_engine import LLMEngine
 from pico_vllm.engine.stats import StepTimes
+from pico_vllm.kv_cache import CacheStats
 from pico_vllm.outputs import EngineCoreOutput
 
 MODEL = {
@@ -121,7 +122,7 @@ def message_us(num_requests: int) -> float:
     repeats = 5000
     start = time.perf_counter()
     for _ in range(repeats):
-        data = encode(StepOutputs(tuple([step_of(i, output) for i, output in enumerate(outputs)]), times))
+        data = encode(StepOutputs(tuple([step_of(i, output) for i, output in enumerate(outputs)]), times, CacheStats()))
         for step in decode_from_core(data).steps:  # type: ignore[union-attr]
             output_of("r", step)
     return (time.perf_counter() - start) / repeats * 1e6

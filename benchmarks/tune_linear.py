@@ -26,35 +26,25 @@ from unittest.mock import patch
 
 import torch
 
-from pico_vllm.bench.cuda_timing import time_on_cuda
+from pico_vllm.bench.decode_step import QWEN2_5_1_5B, TINY, DecodeStep
 from pico_vllm.bench.kernels import MAX_RELATIVE_ERROR, relative_error
-from pico_vllm.bench.timing import FULL_BUDGET, QUICK_BUDGET, Budget, Rotation, time_on_host
-from pico_vllm.config import ModelConfig
-from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
+from pico_vllm.bench.timing import FULL_BUDGET, QUICK_BUDGET, Budget
 from pico_vllm.environment import collect_environment
-from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels import linear_triton
-from pico_vllm.kernels.backend import KernelBackend
 from pico_vllm.kernels.linear import LinearWeight, linear_reference
 from pico_vllm.kernels.linear_config import LinearConfig, Product, choose_linear, shape_class
 from pico_vllm.kernels.parallel_compile import compiling_only
 from pico_vllm.kernels.swiglu import swiglu_reference
 from pico_vllm.kernels.triton_backend import TRITON
-from pico_vllm.models.qwen2 import Qwen2ForCausalLM
-from pico_vllm.models.weights import ParameterPlace, dummy_parameters
-from pico_vllm.worker.kv_cache_memory import allocate_kv_caches
 
-BLOCK_SIZE = 16
 WHAT = (
     "Launch shapes of few-token products, by number of tokens. 'rows': a shape -> µs of the whole captured decode step "
     "with it, fastest first. A shape is tokens x outputs x inputs of a tile, into how many splits the inputs go, "
     "warps, stages. 'final_us': the step with 'shapes'; 'cublas_us': with cuBLAS for every product; 'ablation_us': "
     "what the step saves when an operation is left out."
 )
-QWEN2_5_1_5B = ModelConfig(
-    "Qwen2ForCausalLM", 151936, 1536, 8960, 28, 12, 2, 128, 32768, tie_word_embeddings=True, qkv_bias=True
-)
-TINY = ModelConfig("Qwen2ForCausalLM", 96, 64, 80, 2, 2, 1, 32, 1024, tie_word_embeddings=True, qkv_bias=True)
+#: Positions of each sequence.
+CONTEXT = 600
 
 #: (kind, long or wide) → what to try. At one token a program keeps its tile in registers: no stages.
 _Class = tuple[Product, bool]
@@ -116,9 +106,9 @@ def main() -> None:
     args = parser.parse_args()
     on_gpu = args.device != "cpu"
     if on_gpu:
-        step = DecodeStep(QWEN2_5_1_5B, torch.bfloat16, torch.device("cuda", 0), context=600)
+        step = DecodeStep(QWEN2_5_1_5B, torch.bfloat16, torch.device("cuda", 0))
     else:
-        step = DecodeStep(TINY, torch.float16, torch.device("cpu"), context=20)
+        step = DecodeStep(TINY, torch.float16, torch.device("cpu"))
     record: dict[str, Any] = {"what": WHAT, "environment": dataclasses.asdict(collect_environment()), "tokens": {}}
     for num_tokens in args.tokens:
         found = tune(step, num_tokens, args.max_candidates, ablate=args.ablate)
@@ -162,77 +152,6 @@ def candidates(product: _Class, num_tokens: int) -> list[LinearConfig]:
     return [config for config in configs if fits(config)]
 
 
-class DecodeStep:
-    """The decode step of a model with random weights, in any batch, with any backend."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, context: int) -> None:
-        self.config = config
-        self.device = device
-        self._dtype = dtype
-        self._context = context
-        self._made: dict[int, tuple[ForwardBatch, list[torch.Tensor]]] = {}
-        place = ParameterPlace(dtype, device, TRITON.pack_linear)
-        self._parameters = dummy_parameters(Qwen2ForCausalLM.parameter_specs(config), place)
-
-    @property
-    def weights(self) -> dict[str, tuple[Product, LinearWeight]]:
-        """Name → (kind, a weight): the products of the first layer, and the head."""
-        kinds = {"gate_up": Product.GATED, "down": Product.PARTIAL, "qkv": Product.WHOLE, "o": Product.PARTIAL}
-        found = {}
-        for name, kind in {**kinds, "lm_head": Product.WHOLE}.items():
-            weight = self._parameters[f"layers.0.{name}_proj" if name in kinds else name]
-            assert isinstance(weight, LinearWeight)
-            found[name] = kind, weight
-        return found
-
-    def seconds(self, num_tokens: int, backend: KernelBackend = TRITON, budget: Budget = FULL_BUDGET) -> float:
-        """Of one step, in a CUDA graph on a GPU; raises what a launch raises."""
-        model = Qwen2ForCausalLM(
-            self.config, self._parameters, max_model_len=1024, backend=backend, group=TensorParallelGroup(backend)
-        )
-        if num_tokens not in self._made:
-            self._made = {num_tokens: self._inputs(num_tokens)}
-        batch, kv_caches = self._made[num_tokens]
-        with torch.inference_mode():
-            rotation = Rotation([lambda: backend.greedy(model.lm_head(model.hidden_rows(batch, kv_caches)))])
-            if self.device.type == "cpu":
-                return time_on_host(rotation, Budget(0.0, 1, 0.0)).median_s
-            timing = time_on_cuda(rotation, self.device, budget)
-        if timing.mode != "graph":
-            raise RuntimeError("the step was not captured")
-        return timing.median_s
-
-    def tokens(self, num_tokens: int, in_features: int) -> torch.Tensor:
-        """Normal numbers [num_tokens, in_features]."""
-        generator = torch.Generator(self.device).manual_seed(num_tokens)
-        return torch.randn(num_tokens, in_features, generator=generator, device=self.device).to(self._dtype)
-
-    def _inputs(self, num_tokens: int) -> tuple[ForwardBatch, list[torch.Tensor]]:
-        def ints(values: torch.Tensor) -> torch.Tensor:
-            return values.to(self.device, torch.int32)
-
-        blocks_a_row = -(-self._context // BLOCK_SIZE)
-        tables = torch.arange(num_tokens * blocks_a_row).view(num_tokens, blocks_a_row)
-        position = self._context - 1
-        batch = ForwardBatch(
-            input_ids=ints(torch.arange(num_tokens) % self.config.vocab_size),
-            positions=ints(torch.full((num_tokens,), position)),
-            slot_mapping=ints(tables[:, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE),
-            block_tables=ints(tables),
-            query_start_loc=ints(torch.arange(num_tokens + 1)),
-            seq_lens=ints(torch.full((num_tokens,), self._context)),
-            logits_indices=ints(torch.arange(num_tokens)),
-            num_decode_reqs=num_tokens,
-            max_query_len=1,
-            max_seq_len=1024,
-            decodes_only=True,
-        )
-        kv_caches = allocate_kv_caches(
-            self.config, num_blocks=tables.numel(), block_size=BLOCK_SIZE, dtype=self._dtype, device=self.device
-        )
-        return batch, [cache.zero_() for cache in kv_caches]
-
-
 @contextmanager
 def choosing(table: Table, num_tokens: int) -> Iterator[None]:
     """Inside, products of up to ``num_tokens`` take their shapes from ``table``, which may change; None is cuBLAS."""
@@ -253,7 +172,7 @@ def tune(step: DecodeStep, num_tokens: int, max_candidates: int | None, *, ablat
     rows: dict[str, dict[str, float]] = {}
     with choosing(table, num_tokens):
         table.update(dict.fromkeys(map(class_of, step.weights.values())))
-        cublas_s = step.seconds(num_tokens)
+        cublas_s = step.seconds(contexts(num_tokens))
         for kind, weight in step.weights.values():  # as they are now
             shape = class_of((kind, weight))
             table[shape] = choose_linear(kind, num_tokens, results(kind, weight), weight.in_features, 90)
@@ -268,7 +187,7 @@ def tune(step: DecodeStep, num_tokens: int, max_candidates: int | None, *, ablat
                 tried[name] = [config for _, config in timed if config is not None][:5]
                 rows.setdefault(name, {shape_name(config): round(1e6 * seconds, 1) for seconds, config in timed})
         found: dict[str, Any] = {"cublas_us": round(1e6 * cublas_s, 1)}
-        found["final_us"] = round(1e6 * step.seconds(num_tokens), 1)
+        found["final_us"] = round(1e6 * step.seconds(contexts(num_tokens)), 1)
         found["shapes"] = {name: shape_name(table[class_of(product)]) for name, product in step.weights.items()}
         if ablate:
             found["ablation_us"] = ablation(step, num_tokens)
@@ -304,7 +223,7 @@ def time_each(
         table[class_of(product)] = config
         try:
             check(step, *product, num_tokens)
-            timed.append((step.seconds(num_tokens, budget=budget), config))
+            timed.append((step.seconds(contexts(num_tokens), budget=budget), config))
         except Exception as error:  # too much shared memory, a shape that Triton doesn't take
             print(f"  {name}, {shape_name(config)}: {type(error).__name__}: {str(error).strip()[:80]}")
     return sorted(timed, key=lambda row: row[0])
@@ -323,7 +242,7 @@ def check(step: DecodeStep, kind: Product, weight: LinearWeight, num_tokens: int
 
 def ablation(step: DecodeStep, num_tokens: int) -> dict[str, float]:
     """µs that the step saves without an operation: it gives what it gave the first time it was called with a weight."""
-    whole = step.seconds(num_tokens)
+    whole = step.seconds(contexts(num_tokens))
     kept: dict[Any, Any] = {}
 
     def once(op: Callable[..., Any], is_left_out: Callable[..., bool]) -> Callable[..., Any]:
@@ -339,7 +258,7 @@ def ablation(step: DecodeStep, num_tokens: int) -> dict[str, float]:
 
     def without(*ops: str, is_left_out: Callable[..., bool] = lambda *args: True) -> float:
         left_out = {name: once(getattr(TRITON, name), is_left_out) for name in ops}
-        return 1e6 * (whole - step.seconds(num_tokens, dataclasses.replace(TRITON, **left_out)))
+        return 1e6 * (whole - step.seconds(contexts(num_tokens), dataclasses.replace(TRITON, **left_out)))
 
     saved = {}
     for name, (kind, weight) in step.weights.items():
@@ -347,9 +266,14 @@ def ablation(step: DecodeStep, num_tokens: int) -> dict[str, float]:
         saved[name] = without(
             _OPS[kind], is_left_out=lambda x, w, shape=shape: (w.out_features, w.in_features) == shape
         )
-    for name in ("paged_attention", "rotary_embedding_and_store_kv", "add_rms_norm"):
+    for name in ("rotary_decode_attention", "add_rms_norm"):
         saved[name] = without(name)
     return {name: round(us, 1) for name, us in saved.items()}
+
+
+def contexts(num_tokens: int) -> list[int]:
+    """One sequence a token."""
+    return [CONTEXT] * num_tokens
 
 
 def shape_name(config: LinearConfig | None) -> str:

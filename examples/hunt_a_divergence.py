@@ -20,7 +20,7 @@ from pico_vllm.kernels.backend import REFERENCE, KernelBackend
 from pico_vllm.oracle.report import render
 from pico_vllm.oracle.verify import Verification, verify
 
-#: What the other two read was made by prepare_attention of the same backend: the three go together.
+#: What the others read was made by prepare_attention of the same backend: the four go together.
 SWAPS = [
     ("embedding",),
     ("linear",),
@@ -28,7 +28,7 @@ SWAPS = [
     ("gated_linear",),
     ("rms_norm",),
     ("add_rms_norm",),
-    ("prepare_attention", "rotary_embedding_and_store_kv", "paged_attention"),
+    ("prepare_attention", "rotary_embedding_and_store_kv", "paged_attention", "rotary_decode_attention"),
 ]
 
 

@@ -15,17 +15,10 @@ from pico_vllm.kernels import (
     attention_triton,
     rotary_decode_attention_triton,
 )
-from pico_vllm.kernels.attention_config import (
-    MAX_ROTARY_DECODE_GROUPS,
-    AttentionConfig,
-    DecodeConfig,
-    MergeConfig,
-    PrefillConfig,
-    select_config,
-)
+from pico_vllm.kernels.attention_config import AttentionConfig, DecodeConfig, MergeConfig, PrefillConfig, select_config
 
 _ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-_POINTERS = dict.fromkeys(("block_tables", "query_start_loc", "seq_lens", "slot_mapping"), "*i32")
+_POINTERS = dict.fromkeys(("block_tables", "query_start_loc", "seq_lens", "slot_mapping", "decode_order"), "*i32")
 _FP32 = {"partial_out": "*fp32", "partial_lse": "*fp32", "qk_scale": "fp32"}
 _TENSORS = ("query", "key", "value", "heads", "cos_sin", "kv_cache", "out")
 #: Multiples of 16 for every model: strides of rows of head_dim numbers, and addresses of tensors of their own.
@@ -53,13 +46,15 @@ def attention_cases(
     """A model's decodes (whole, split, of one tile a program), merges and prefills."""
     shape = (group, head_dim, block_size, dtype)
     decodes = dict.fromkeys(
-        dataclasses.replace(decode, programs_per_sm=1, max_splits=1, max_groups=None)  # the kernel doesn't know these
+        dataclasses.replace(
+            decode, programs_per_sm=1, max_splits=1, max_groups=None, rotates=False
+        )  # of the host alone
         for decode in (*config.decodes, *config.short_decodes)
     )
-    few = dict.fromkeys(
+    rotating = dict.fromkeys(
         dataclasses.replace(decode, programs_per_sm=1, max_splits=1, max_groups=None)
         for decode in (*config.decodes, *config.short_decodes)
-        if head_dim & (head_dim - 1) == 0 and (decode.max_groups or 0) <= MAX_ROTARY_DECODE_GROUPS
+        if decode.rotates and head_dim & (head_dim - 1) == 0
     )
     few_tiles = dict.fromkeys(dataclasses.replace(decode, num_stages=2) for decode in decodes)
     prefills = dict.fromkeys((config.prefill, config.short_prefill))
@@ -72,7 +67,7 @@ def attention_cases(
         *(decode_case(architecture, decode, *shape) for decode in few_tiles if decode not in decodes),
         *(
             rotary_decode_case(architecture, decode, *shape, is_split=is_split)
-            for decode in few
+            for decode in rotating
             for is_split in (False, True)
         ),
         *(
@@ -107,6 +102,7 @@ def decode_case(
         "BLOCK_N": config.block_n,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "IS_SPLIT": is_split,
+        "HAS_ORDER": not is_split,
         "PDL": architecture >= 90,
     }
     shape = f"N {config.block_n} w {config.num_warps} s {config.num_stages}"
@@ -131,6 +127,7 @@ def rotary_decode_case(
         "BLOCK_M": max(16, triton.next_power_of_2(group)),
         "BLOCK_N": config.block_n,
         "IS_SPLIT": is_split,
+        "HAS_ORDER": not is_split,
         "PDL": architecture >= 90,
     }
     shape = f"N {config.block_n} w {config.num_warps} s {config.num_stages}"

@@ -34,6 +34,8 @@ class ForwardBatch:
             No bound: longer ones take longer. These four are the only host values a kernel launch may depend on.
         decodes_only: every sequence has one token, and its older positions were stored by earlier steps: nobody in this
             step needs what another stores.
+        decode_order: [num_decode_reqs] int32, in which order attention takes up the decodes: the longest first, so that
+            none of them is left over when the short ones are done; None = as they are.
     """
 
     input_ids: torch.Tensor
@@ -48,3 +50,4 @@ class ForwardBatch:
     max_seq_len: int
     prefill_seq_len: int | None = None
     decodes_only: bool = False
+    decode_order: torch.Tensor | None = None

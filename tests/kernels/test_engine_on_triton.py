@@ -65,6 +65,7 @@ def test_captured_passes_on_tritons_kernels_give_the_tokens_of_torchs_ops(checkp
     from pico_vllm.kernels.decode_inputs_triton import fill_decode_inputs_triton
 
     sizes = {"DECODE_SIZES": (4,), "PROMPT_SIZES": (16,), "MIXED_SIZES": (16,), "MIXED_DECODES": (4,)}
+    sizes["MAX_UNORDERED_DECODES"] = 1
     for name, value in sizes.items():
         monkeypatch.setattr(cuda_graph, name, value)
     options = {"max_num_batched_tokens": 16, "block_size": 4, "max_model_len": 64}

@@ -20,7 +20,7 @@ from kernel_implementations import (
     uninitialised_memory_is_nan,
 )
 from pico_vllm.kernels.attention_config import AttentionConfig, DecodeConfig, Device, MergeConfig, PrefillConfig
-from pico_vllm.kernels.rotary_embedding_and_store_kv import rotary_embedding_and_store_kv_reference
+from pico_vllm.kernels.rotary_embedding_and_store_kv import QKNorm, rotary_embedding_and_store_kv_reference
 
 GEOMETRIES = (
     Heads(num_kv_heads=2, group=6, head_dim=128, block_size=16),  # Qwen2.5-1.5B
@@ -41,16 +41,18 @@ class DecodeCase:
     cos_sin: torch.Tensor
     stored_cache: torch.Tensor
     expected: torch.Tensor  # fp64, of the queries and keys that the reference has rotated in the tested dtype
+    qk_norm: QKNorm | None
 
     def run(self, ops: DecodeOps, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, cache); the heads stay as they were."""
+        """(output, cache)."""
         case = self.paged
         metadata = ops.prepare_attention(case.inputs, case.heads.cache_shape)
         metadata = dataclasses.replace(metadata, **changes) if changes else metadata
         heads, cache = self.heads.clone(), case.kv_cache.clone()
         with uninitialised_memory_is_nan():
-            out = ops.rotary_decode_attention(heads, self.cos_sin, cache, metadata, case.heads.num_heads, case.scale)
-        assert_bitwise(heads, self.heads)
+            out = ops.rotary_decode_attention(
+                heads, self.cos_sin, cache, metadata, case.heads.num_heads, case.scale, self.qk_norm
+            )
         return out, cache
 
 
@@ -62,6 +64,7 @@ def decodes(
     device: str = "cpu",
     padded: tuple[int, ...] = (),
     not_stored: tuple[int, ...] = (),
+    has_qk_norm: bool = False,
 ) -> DecodeCase:
     """One decode a length; those of ``padded`` have no positions, those of ``not_stored`` the last one in the cache."""
     step = Step(tuple((1, length) for length in lengths), len(lengths))
@@ -72,7 +75,9 @@ def decodes(
     cos_sin = torch.cat((turns.cos(), turns.sin()), dim=-1).to(device, dtype)
     slots, seq_lens = case.inputs.slot_mapping.clone(), case.inputs.seq_lens.clone()
     rotated, stored_cache = heads.clone(), case.kv_cache.clone()
-    rotary_embedding_and_store_kv_reference(rotated, cos_sin, stored_cache, case.inputs, geometry.num_heads)
+    weights = (torch.linspace(0.5, 1.5, dim).to(device, dtype) for _ in range(2))
+    norm = QKNorm(*weights, 1e-5) if has_qk_norm else None
+    rotary_embedding_and_store_kv_reference(rotated, cos_sin, stored_cache, case.inputs, geometry.num_heads, norm)
     wide = rotated[:, : geometry.num_heads].double()
     expected = REFERENCE_ATTENTION.paged_attention(wide, stored_cache.double(), case.inputs, case.scale)
     kv_cache = case.kv_cache.clone()
@@ -87,7 +92,7 @@ def decodes(
         heads[s], slots[s], seq_lens[s], expected[s] = NAN, -1, 0, 0.0
     inputs = dataclasses.replace(case.inputs, slot_mapping=slots, seq_lens=seq_lens, decodes_only=True)
     paged = dataclasses.replace(case, inputs=inputs, kv_cache=kv_cache)
-    return DecodeCase(paged, heads, cos_sin, stored_cache, expected)
+    return DecodeCase(paged, heads, cos_sin, stored_cache, expected, norm)
 
 
 def assert_stored(case: DecodeCase, cache: torch.Tensor) -> None:
@@ -137,10 +142,34 @@ def test_a_token_whose_kv_is_cached_already_attends_and_is_not_stored(impl):
 needs_triton = pytest.mark.skipif(not RUNS_TRITON, reason="needs a GPU or TRITON_INTERPRET=1")
 TRITON_DECODE = IMPLEMENTATIONS["rotary_decode_attention"][-1].op
 #: Tiles as small as they get, so that short contexts have many.
-DECODE = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=8)
+DECODE = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=8, rotates=True)
 MERGES = (MergeConfig(block_rows=4, block_splits=2, block_d=64, num_warps=4), MergeConfig(2, 4, 32, 4))
 PREFILL = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
 TINY = AttentionConfig((DECODE,), (DECODE,), PREFILL, PREFILL, MERGES)
+
+
+@each_implementation("rotary_decode_attention")
+def test_head_norms_come_before_the_rotation(impl):
+    case = decodes((33, 1, 20), device=impl.device, has_qk_norm=True)
+    out, cache = case.run(impl.op)
+    assert_near_oracle("attention", out, case.expected)
+    new_keys = ~case.stored_cache[:, 0].isnan()
+    assert torch.allclose(cache[:, 0][new_keys], case.stored_cache[:, 0][new_keys], atol=1e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize("rotates", [True, False])
+def test_the_order_in_which_decodes_are_taken_up_changes_nothing(rotates):
+    """Nor does it whether a kernel of its own rotates."""
+    case = decodes((17, 100, 1, 64, 33), device=TRITON_DEVICE)
+    decode = dataclasses.replace(DECODE, rotates=rotates)
+    config = dataclasses.replace(TINY, decodes=(decode,), short_decodes=(decode,))
+    order = torch.tensor([1, 3, 4, 0, 2], dtype=torch.int32, device=TRITON_DEVICE)
+    plain, _ = case.run(TRITON_DECODE, config=config)
+    out, cache = case.run(TRITON_DECODE, config=config, decode_order=order)
+    assert_bitwise(out, plain)
+    assert_near_oracle("attention", out, case.expected)
+    assert_stored(case, cache)
 
 
 @needs_triton

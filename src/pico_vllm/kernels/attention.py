@@ -38,6 +38,7 @@ class AttentionInputs:
     max_seq_len: int
     prefill_seq_len: int | None = None
     decodes_only: bool = False
+    decode_order: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class CpuAttentionMetadata:
     prefills: tuple[_Rows, ...]
     num_tokens: int
     covers_all_tokens: bool  # False when padded tokens exist: their output rows must be zeroed
-    decodes_only: bool = False  # never: one op for decodes takes as long as two here
+    decodes_only: bool = False  # whatever the step is: the op that is for decodes alone takes as long here
 
 
 #: Decode calls with fewer (sequence, KV head) pairs use the fused attention of torch, larger ones two batched products:

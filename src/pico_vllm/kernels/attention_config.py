@@ -23,6 +23,7 @@ class DecodeConfig:
         programs_per_sm: contexts are split until there are about so many programs; no more than an SM holds at once.
         max_splits: and into so many splits at most.
         max_groups: for so many pairs of a sequence and a KV head at most; None = any number.
+        rotates: decodes are rotated and stored by the kernel that attends, not by one of their own.
     """
 
     block_n: int
@@ -31,6 +32,7 @@ class DecodeConfig:
     programs_per_sm: int
     max_splits: int = 64
     max_groups: int | None = None
+    rotates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,39 +117,38 @@ _MAX_PREFILL_SPLITS, _MIN_SPLIT_POSITIONS = 16, 512
 
 #: Decodes of contexts up to this bound have shapes of their own.
 SHORT_CONTEXT = 1024
-#: Up to so many groups the rotation is part of the attention of decodes: with the same tiles a whole step of 1 / 8 / 16
-#: sequences takes 2, 27 and 11 µs less, one of 32 / 64 / 128 takes 58, 6 and 2 µs more.
-MAX_ROTARY_DECODE_GROUPS = 32
 #: Prefills with contexts from this bound on are split rather than given small tiles: 512 new tokens on 8192 take 93 µs
 #: in five splits of large tiles, 98 in eight of small ones, 133 unsplit.
 _LONG_CONTEXT = 4096
 
-#: More decodes than SMs hold at once with the shapes for fewer.
+#: More groups than an H200 has SMs. Of 160 and 224 sequences of 100 to 1500 positions a step takes 2,972 and 3,431 µs
+#: with the rotation and 3,113 and 3,619 without; of 128 x 600 it takes 2,384 and 2,366.
 _MANY = (
-    DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=3, max_splits=1, max_groups=448),
-    DecodeConfig(block_n=64, num_warps=2, num_stages=2, programs_per_sm=4, max_splits=1),
+    DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=3, max_splits=1, max_groups=256),
+    DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=3, max_splits=1, max_groups=448, rotates=True),
+    DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=4, max_splits=1),
 )
 
 #: (architecture, head_dim up to the next power of two, bytes of an element).
 _CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
-    # Decodes: whole captured steps of Qwen2.5-1.5B on an H200 (2 KV heads: two groups a sequence), contexts of 600 and
-    # of 100 to 1500 in one step (benchmarks/results/h200_decode_attention_tuning.txt). Splits cost a merge and, idle,
-    # 2 µs a layer: few sequences get as many as a tile each, many get none, even where contexts differ.
+    # Decodes: by whole captured steps of Qwen2.5-1.5B on an H200 (2 KV heads: two groups a sequence), with contexts of
+    # 600 and of 100 to 1500 in one step (benchmarks/results/h200_decode_attention_tuning.txt). A split costs a merge,
+    # an idle one 2 µs a layer still: few sequences get one for each tile, many get none, even where lengths differ.
     # Prefills, in µs (h200_attention_tuning.json has every candidate): of 512: 13.2 of short_prefill, 15.2 with a loop
     # of its own for full tiles; of 8192: 464 of prefill, 526 with tiles of 64.
     (90, 128, 2): AttentionConfig(
         decodes=(
-            DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs_per_sm=1, max_groups=8),
-            DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, max_groups=32),
-            DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2, max_groups=64),
-            DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, max_groups=132),
+            DecodeConfig(64, num_warps=4, num_stages=2, programs_per_sm=1, max_groups=8, rotates=True),
+            DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=2, max_groups=64, rotates=True),
+            DecodeConfig(128, num_warps=8, num_stages=3, programs_per_sm=1, max_groups=132),
             *_MANY,
         ),
         short_decodes=(
-            DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs_per_sm=1, max_groups=8),
-            DecodeConfig(block_n=128, num_warps=8, num_stages=2, programs_per_sm=1, max_splits=5, max_groups=16),
-            DecodeConfig(block_n=128, num_warps=4, num_stages=2, programs_per_sm=2, max_splits=5, max_groups=32),
-            DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, max_splits=1, max_groups=132),
+            DecodeConfig(64, num_warps=4, num_stages=2, programs_per_sm=1, max_groups=8, rotates=True),
+            DecodeConfig(128, num_warps=8, num_stages=2, programs_per_sm=1, max_splits=5, max_groups=16, rotates=True),
+            DecodeConfig(128, num_warps=4, num_stages=2, programs_per_sm=2, max_splits=5, max_groups=32, rotates=True),
+            DecodeConfig(128, num_warps=8, num_stages=3, programs_per_sm=1, max_splits=1, max_groups=64, rotates=True),
+            DecodeConfig(128, num_warps=8, num_stages=3, programs_per_sm=1, max_splits=1, max_groups=132),
             *_MANY,
         ),
         prefill=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
@@ -188,7 +189,7 @@ def select_config(architecture: int, block_d: int, element_size: int) -> Attenti
     block_n = max(16, min(64, 8192 // row_bytes))
     block_m = min(64, 16384 // row_bytes) if element_size == 2 else 16  # exact fp32 products take many registers
     prefill = PrefillConfig(block_m, block_n, num_warps=4, num_stages=3 if element_size == 2 else 2)
-    decode = DecodeConfig(block_n, num_warps=4, num_stages=3, programs_per_sm=4)
+    decode = DecodeConfig(block_n, num_warps=4, num_stages=3, programs_per_sm=4, rotates=True)
     return AttentionConfig((decode,), (decode,), prefill, prefill)
 
 

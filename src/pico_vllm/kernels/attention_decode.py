@@ -8,9 +8,10 @@ The number of splits comes from host bounds; split i has the tiles i, i + num_sp
 leaves: a CUDA graph captured for 32k positions decodes 500 of them on as many programs as there are tiles, and a
 program knows its first tile before it knows the length.
 
-At batch 1 latency is all. What waits for what in a program of one tile: launch > length, block ids, q > K and V >
-product, softmax, product > partial result > (next kernel) > partial results > sum > store. So three waits on memory,
-against six of a kernel that asks for the length, then blocks, then K, then V, and for the length again to merge.
+At batch 1 latency is all. What waits for what in a program of one tile: launch > q > K and V > product, softmax,
+product > partial result > (next kernel) > partial results > sum > store; the length and the block ids are there before
+q is. (``rotary_decode_attention_triton`` has K and V there as well.) A kernel that asks for the length, then blocks,
+then K, then V, and for the length again to merge waits six times.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pico_vllm.kernels.attention_config import (
     AttentionConfig,
@@ -38,7 +40,7 @@ from pico_vllm.kernels.attention_tiles import (
     attend_positions,
     load_blocks,
     load_rows,
-    start_after_predecessors,
+    sequence_of_program,
     write_rows,
 )
 
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 
 @triton.jit(
     do_not_specialize=["table_stride", "table_positions"],
-    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
+    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens", "decode_order"],
 )
 def _decode_kernel(
     query,
@@ -59,6 +61,7 @@ def _decode_kernel(
     block_tables,
     query_start_loc,
     seq_lens,
+    decode_order,
     qk_scale,
     query_token_stride,
     query_head_stride,
@@ -76,6 +79,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, h] = sum_j softmax_j(scale q[t, h] . k_j) v_j over the positions j of one split of one sequence.
@@ -85,11 +89,13 @@ def _decode_kernel(
     ``attention_merge`` needs. Rows past the sequence's query tokens and up to BLOCK_M compute on zeros and aren't
     stored; a sequence of length 0 gives rows of 0. Accumulates in fp32.
     """
-    start_after_predecessors(PDL)
-    kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+    kv_head, split, seq = tl.program_id(0), tl.program_id(1), sequence_of_program(decode_order, HAS_ORDER)
     num_kv_heads, num_splits = tl.num_programs(0), tl.num_programs(1)
 
-    # 1. What needs no other load: the length, the first tile's blocks, and the query rows of a sequence of one token.
+    # 1. What the layers share, in memory since before the first of them (see start_after_predecessors): the length, the
+    # first tile's blocks. Then the query rows of a sequence of one token.
     seq_len = tl.load(seq_lens + seq)
     positions = split * BLOCK_N + tl.arange(0, BLOCK_N)
     block_table = block_tables + seq * table_stride
@@ -101,6 +107,8 @@ def _decode_kernel(
     else:
         first_token = tl.load(query_start_loc + seq).to(tl.int64)
         query_len = (tl.load(query_start_loc + seq + 1) - first_token).to(tl.int32)
+    if PDL:
+        gdc_wait()
     tokens = first_token + rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     is_row = rows < query_len * GROUP
@@ -169,6 +177,7 @@ def decode_attention_triton(
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
+        metadata.seq_lens if metadata.decode_order is None else metadata.decode_order,
         scale * math.log2(math.e),
         query.stride(0),
         query.stride(1),
@@ -186,6 +195,7 @@ def decode_attention_triton(
         BLOCK_N=decode.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         IS_SPLIT=num_splits > 1,
+        HAS_ORDER=metadata.decode_order is not None,
         PDL=device.launches_early,
         num_warps=decode.num_warps,
         num_stages=decode.num_stages,

@@ -17,7 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def start_after_predecessors(PDL: tl.constexpr) -> None:
-    """First statement of a kernel: nothing but weights may be read before it, and nothing written.
+    """First statement of a kernel: nothing may be written before it, and only what has been there for long be read.
+
+    That is: weights; and what the layers of a step share (lengths, block tables, slots, angles), since a kernel that
+    doesn't launch early came after whatever wrote them.
 
     With PDL (programmatic dependent launch, sm_90 and later) a kernel is launched while its predecessor still runs.
     The first instruction lets the next kernel come as early; the second waits until all predecessors have ended and
@@ -26,6 +29,15 @@ def start_after_predecessors(PDL: tl.constexpr) -> None:
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def sequence_of_program(decode_order, HAS_ORDER: tl.constexpr) -> tl.tensor:
+    """Which sequence the programs of one index of the grid's last axis decode; programs start in that axis' order."""
+    seq = tl.program_id(2)
+    if HAS_ORDER:
+        seq = tl.load(decode_order + seq)
+    return seq.to(tl.int64)
 
 
 @triton.jit

@@ -20,13 +20,7 @@ import triton
 import triton.language as tl
 
 from pico_vllm.kernels.attention import AttentionInputs, KVCacheShape
-from pico_vllm.kernels.attention_config import (
-    MAX_ROTARY_DECODE_GROUPS,
-    AttentionConfig,
-    Device,
-    device_of,
-    select_config,
-)
+from pico_vllm.kernels.attention_config import AttentionConfig, Device, device_of, select_config
 from pico_vllm.kernels.attention_decode import decode_attention_triton
 from pico_vllm.kernels.attention_prefill import prefill_attention_triton
 from pico_vllm.kernels.attention_tiles import start_after_predecessors
@@ -42,7 +36,7 @@ class TritonAttentionMetadata:
         max_seq_len: bound of ``seq_lens``.
         prefill_seq_len: what the prefill kernel is shaped for.
         device: where the tensors are.
-        decodes_only: as in ``ForwardBatch``, and there are few enough for ``rotary_decode_attention``.
+        decodes_only, decode_order: as in ``ForwardBatch``.
         decode_query_len: bound of the tokens of a decode, 1 to 8. Above 1 (speculation) a decode may have fewer.
         config: launch shapes; None = the ones tuned for the device.
     """
@@ -56,6 +50,7 @@ class TritonAttentionMetadata:
     prefill_seq_len: int
     device: Device
     decodes_only: bool = False
+    decode_order: torch.Tensor | None = None
     decode_query_len: int = 1
     config: AttentionConfig | None = None
 
@@ -71,7 +66,8 @@ def prepare_attention_triton(inputs: AttentionInputs, shape: KVCacheShape) -> Tr
         max_seq_len=inputs.max_seq_len,
         prefill_seq_len=inputs.max_seq_len if inputs.prefill_seq_len is None else inputs.prefill_seq_len,
         device=device_of(inputs.seq_lens.device.index),
-        decodes_only=inputs.decodes_only and inputs.num_decode_reqs * shape.num_kv_heads <= MAX_ROTARY_DECODE_GROUPS,
+        decodes_only=inputs.decodes_only,
+        decode_order=inputs.decode_order,
     )
 
 

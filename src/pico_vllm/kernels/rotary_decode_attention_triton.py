@@ -12,7 +12,6 @@ while that product runs (programmatic dependent launch).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -22,16 +21,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pico_vllm.kernels.attention_config import choose_merge, select_config
 from pico_vllm.kernels.attention_decode import choose_decode_shape
 from pico_vllm.kernels.attention_merge import allocate_partials, merge_splits
-from pico_vllm.kernels.attention_tiles import attend_positions, attend_tile, load_blocks, load_rows, write_rows
-from pico_vllm.kernels.rotary_embedding_and_store_kv_triton import rotate
-
-if TYPE_CHECKING:
-    from pico_vllm.kernels.attention_triton import TritonAttentionMetadata
+from pico_vllm.kernels.attention_tiles import (
+    attend_positions,
+    attend_tile,
+    load_blocks,
+    load_rows,
+    sequence_of_program,
+    write_rows,
+)
+from pico_vllm.kernels.attention_triton import TritonAttentionMetadata, paged_attention_triton
+from pico_vllm.kernels.rotary_embedding_and_store_kv import QKNorm
+from pico_vllm.kernels.rotary_embedding_and_store_kv_triton import rotary_embedding_and_store_kv_triton, rotate
 
 
 @triton.jit(
     do_not_specialize=["table_stride", "table_positions"],
-    do_not_specialize_on_alignment=["slot_mapping", "block_tables", "seq_lens"],
+    do_not_specialize_on_alignment=["slot_mapping", "block_tables", "seq_lens", "decode_order"],
 )
 def _rotary_decode_kernel(
     heads,
@@ -43,6 +48,7 @@ def _rotary_decode_kernel(
     partial_lse,
     block_tables,
     seq_lens,
+    decode_order,
     qk_scale,
     token_stride,
     head_stride,
@@ -59,6 +65,7 @@ def _rotary_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[s, h] = sum_j softmax_j(scale rotate(q[s, h]) . k_j) v_j over the positions j of one split of one sequence.
@@ -70,7 +77,7 @@ def _rotary_decode_kernel(
     """
     if PDL:
         gdc_launch_dependents()
-    kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head, split, seq = tl.program_id(0), tl.program_id(1), sequence_of_program(decode_order, HAS_ORDER)
     num_kv_heads, num_splits = tl.num_programs(0), tl.num_programs(1)
     HALF: tl.constexpr = HEAD_DIM // 2
 
@@ -148,18 +155,24 @@ def rotary_decode_attention_triton(
     metadata: TritonAttentionMetadata,
     num_heads: int,
     scale: float,
+    qk_norm: QKNorm | None = None,
 ) -> torch.Tensor:
-    """``rotary_decode_attention_reference`` in one launch, and a merge if contexts are split.
+    """``rotary_decode_attention_reference`` in one launch, or as the two ops where those are faster.
 
-    Needs scale > 0, contiguous rows of head_dim numbers, and a head_dim that is a power of two from 32 on.
+    Needs scale > 0 and contiguous rows of head_dim numbers. Head norms, and heads that are no power of two, are for the
+    two ops.
     """
-    num_seqs, total_heads, head_dim = heads.shape
+    num_seqs, _, head_dim = heads.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group, device = num_heads // num_kv_heads, metadata.device
-    assert num_seqs == metadata.num_decode_reqs and total_heads == num_heads + 2 * num_kv_heads
-    out = torch.empty((num_seqs, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
-    config = metadata.config or select_config(device.architecture, head_dim, heads.element_size())
+    assert num_seqs == metadata.num_decode_reqs and metadata.decode_query_len == 1
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    config = metadata.config or select_config(device.architecture, block_d, heads.element_size())
     decode, num_splits = choose_decode_shape(config, metadata, num_seqs * num_kv_heads)
+    if not decode.rotates or qk_norm is not None or block_d != head_dim:
+        rotary_embedding_and_store_kv_triton(heads, cos_sin, kv_cache, metadata, num_heads, qk_norm)
+        return paged_attention_triton(heads[:, :num_heads], kv_cache, metadata, scale)
+    out = torch.empty((num_seqs, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
     partial_out, partial_lse = allocate_partials(num_seqs, num_splits, out)
     _rotary_decode_kernel[(num_kv_heads, num_splits, num_seqs)](
         heads,
@@ -171,6 +184,7 @@ def rotary_decode_attention_triton(
         partial_lse,
         metadata.block_tables,
         metadata.seq_lens,
+        metadata.seq_lens if metadata.decode_order is None else metadata.decode_order,
         scale * math.log2(math.e),
         heads.stride(0),
         heads.stride(1),
@@ -187,6 +201,7 @@ def rotary_decode_attention_triton(
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=decode.block_n,
         IS_SPLIT=num_splits > 1,
+        HAS_ORDER=metadata.decode_order is not None,
         PDL=device.launches_early,
         num_warps=decode.num_warps,
         num_stages=decode.num_stages,

@@ -40,8 +40,6 @@ class SelfAttention:
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.qk_norm = qk_norm
-        # The op has no norms, and heads of a power of two only.
-        self._decodes_in_one_op = qk_norm is None and head_dim & (head_dim - 1) == 0
         self._backend = backend
 
     def __call__(
@@ -70,9 +68,9 @@ class SelfAttention:
         num_tokens = x.shape[0]
         # [num_tokens, query + key + value heads, head_dim]
         heads = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        if metadata.decodes_only and rows is None and self._decodes_in_one_op:
+        if metadata.decodes_only and rows is None:
             attended = self._backend.rotary_decode_attention(
-                heads, cos_sin, kv_cache, metadata, self.num_heads, self.scale
+                heads, cos_sin, kv_cache, metadata, self.num_heads, self.scale, self.qk_norm
             )
             return self.o_proj(attended.flatten(1))
         self._backend.rotary_embedding_and_store_kv(heads, cos_sin, kv_cache, metadata, self.num_heads, self.qk_norm)

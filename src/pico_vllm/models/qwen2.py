@@ -181,6 +181,7 @@ class Qwen2ForCausalLM:
                 max_seq_len=batch.max_seq_len,
                 prefill_seq_len=batch.prefill_seq_len,
                 decodes_only=batch.decodes_only,
+                decode_order=batch.decode_order,
             ),
             kv_shape,
         )

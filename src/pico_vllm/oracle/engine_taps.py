@@ -117,17 +117,17 @@ class EngineTaps:
         self._keep(f"layers.{self._layer}.attention", result)
 
     def _tap_rotary_decode_attention(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
-        """The rotated queries never leave the op: they are computed once more, by the op for both.
+        """The rotated queries need not leave the op: they are made once more of the heads that the product gave.
 
-        That stores K and V a second time; what the op itself has stored is looked at before, and put back.
+        That stores K and V once more too; what the op itself has stored is looked at before.
         """
-        heads, cos_sin, kv_cache, metadata, num_heads = args[:5]
+        heads, cos_sin, kv_cache, metadata, num_heads, _, qk_norm = args
         key, value = _stored(kv_cache, metadata.slot_mapping)
         self._keep(f"layers.{self._layer}.key", key)
         self._keep(f"layers.{self._layer}.value", value)
-        rotated = heads.clone()
-        self._plain.rotary_embedding_and_store_kv(rotated, cos_sin, kv_cache, metadata, num_heads)
-        self._keep(f"layers.{self._layer}.query", rotated[:, :num_heads])
+        again = self._step[f"layers.{self._layer}.qkv_proj"].to(heads.device, copy=True).view(heads.shape)
+        self._plain.rotary_embedding_and_store_kv(again, cos_sin, kv_cache, metadata, num_heads, qk_norm)
+        self._keep(f"layers.{self._layer}.query", again[:, :num_heads])
         self._keep(f"layers.{self._layer}.attention", result)
 
     def _keep_logits(self, rows: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ import torch
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.attention_config import SHORT_CONTEXT
 from pico_vllm.kernels.decode_inputs import DecodeInputs
-from pico_vllm.worker.mixed_inputs import MixedInputs, MixedSize, pack_mixed, packed_length
+from pico_vllm.worker.mixed_inputs import MixedInputs, MixedSize, longest_first, pack_mixed, packed_length
 
 if TYPE_CHECKING:
     from pico_vllm.models.qwen2 import Qwen2ForCausalLM
@@ -50,6 +50,8 @@ DECODE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 #: busy without splits of their contexts (2 KV heads), so one shape serves all lengths.
 SHORT_DECODES = SHORT_CONTEXT
 MANY_DECODES = 144
+#: Captures of more decodes than this take up the longest first: as many as an H200 has SMs for at once need no order.
+MAX_UNORDERED_DECODES = 64
 #: Tokens of the prompt captures, as far as max_num_batched_tokens goes. Above the last one the GPU is busy for longer
 #: than Python needs to launch.
 PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
@@ -174,7 +176,7 @@ class CudaGraphRunner:
         self.step_sizes = tuple(sorted({size.num_tokens for size in self._mixed_sizes if size.num_decodes > 0}))
         self._num_others = min(PROMPT_MAX_SEQS, max_num_seqs)
         self._prompt_seq_len = min(PROMPT_MAX_SEQ_LEN, max_model_len)
-        self._sent = torch.zeros(3 * sizes[-1], dtype=torch.int32, device=device)
+        self._sent = torch.zeros(4 * sizes[-1], dtype=torch.int32, device=device)
         self._written = torch.zeros(3, sizes[-1], dtype=torch.int32, device=device)
         self._arange = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
         longest = max(packed_length(size, self._num_others) for size in self._mixed_sizes)
@@ -253,10 +255,12 @@ class CudaGraphRunner:
         """
         num_seqs = len(rows)  # at most max_decodes
         size = self.decode_size(num_seqs, int(seq_lens.max()))
-        host = np.zeros((3, size.num_seqs), dtype=np.int32)  # padded: seq_len 0
+        host = np.zeros((4, size.num_seqs), dtype=np.int32)  # padded: seq_len 0
         host[0, :num_seqs], host[0, num_seqs:], host[1, :num_seqs] = rows, self._padding_row, seq_lens
         host[2, :num_seqs], host[2, num_seqs:] = new_block_ids, -1
-        self._ring.send_into(host.reshape(-1), self._sent[: 3 * size.num_seqs])
+        if size.num_seqs > MAX_UNORDERED_DECODES:
+            host[3] = longest_first(host[1])
+        self._ring.send_into(host.reshape(-1), self._sent[: 4 * size.num_seqs])
         return self._replay(self._decodes[size], num_seqs, num_seqs)
 
     def mixed(self, size: MixedSize, step: HostBatch) -> ForwardOutput:
@@ -314,15 +318,15 @@ class CudaGraphRunner:
         return self._decode_seq_lens if num_seqs < MANY_DECODES else self._decode_seq_lens[-1:]
 
     def _decode_sent(self, num_seqs: int) -> torch.Tensor:
-        """rows, seq_lens, new_block_ids: [3, num_seqs]."""
-        return self._sent[: 3 * num_seqs].view(3, num_seqs)
+        """rows, seq_lens, new_block_ids, order: [4, num_seqs]."""
+        return self._sent[: 4 * num_seqs].view(4, num_seqs)
 
     def _mixed_views(self, size: MixedSize) -> MixedInputs[torch.Tensor]:
         return MixedInputs.views(self._mixed_sent, size, self._num_others)
 
     def _decode_batch(self, size: DecodeSize) -> ForwardBatch:
         num_seqs = size.num_seqs
-        rows, seq_lens, new_block_ids = self._decode_sent(num_seqs)
+        rows, seq_lens, new_block_ids, order = self._decode_sent(num_seqs)
         input_ids, positions, slot_mapping = self._written[:, :num_seqs]
         block_tables = self._block_tables[:num_seqs]
         inputs = DecodeInputs(rows, seq_lens, new_block_ids, input_ids, positions, slot_mapping, block_tables)
@@ -339,6 +343,7 @@ class CudaGraphRunner:
             max_query_len=1,
             max_seq_len=size.seq_len,
             decodes_only=True,
+            decode_order=order if num_seqs > MAX_UNORDERED_DECODES else None,
         )
 
     def _mixed_batch(self, size: MixedSize) -> ForwardBatch:
@@ -370,6 +375,7 @@ class CudaGraphRunner:
             max_query_len=size.num_tokens,
             max_seq_len=self._max_model_len,
             prefill_seq_len=min(PROMPT_TYPICAL_SEQ_LEN, self._prompt_seq_len),
+            decode_order=sent.decode_order if num_decodes > MAX_UNORDERED_DECODES else None,
         )
 
 

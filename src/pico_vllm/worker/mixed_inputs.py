@@ -38,6 +38,7 @@ class MixedInputs(Generic[_Packed]):
         query_start_loc: [D + C + 1].
         seq_lens, rows: [D + C], length and device row of each sequence.
         new_block_ids: [D], as in ``DecodeInputs``.
+        decode_order: [D], as in ``ForwardBatch``.
         logits_indices: [D + C], the wanted tokens first.
         sampled_rows: [D + C], the row that each wanted token's next id is kept for; the sampled ones come first.
     """
@@ -49,6 +50,7 @@ class MixedInputs(Generic[_Packed]):
     seq_lens: _Packed
     rows: _Packed
     new_block_ids: _Packed
+    decode_order: _Packed
     logits_indices: _Packed
     sampled_rows: _Packed
 
@@ -91,16 +93,23 @@ def pack_mixed(step: HostBatch, size: MixedSize, num_others: int, padding_row: i
     for field, values in ((to.seq_lens, step.seq_lens), (to.rows, step.rows)):
         field[:num_decodes], field[first:end] = values[:num_decodes], values[num_decodes:]
     to.new_block_ids[:num_decodes] = step.new_block_ids
+    to.decode_order[:] = longest_first(to.seq_lens[:first])
     to.logits_indices[: len(step.logits_indices)] = step.logits_indices
     num_sampled = len(step.sampled_rows)
     to.sampled_rows[:num_sampled], to.sampled_rows[num_sampled:] = step.sampled_rows, padding_row
     return packed
 
 
+def longest_first(seq_lens: np.ndarray) -> np.ndarray:
+    """Indices by falling length; padded sequences are the last."""
+    return np.argsort(-seq_lens, kind="stable")
+
+
 def _lengths(size: MixedSize, num_others: int) -> tuple[int, ...]:
     """Of the fields."""
     num_seqs = size.num_decodes + num_others
-    return *[size.num_tokens] * 3, num_seqs + 1, num_seqs, num_seqs, size.num_decodes, num_seqs, num_seqs
+    num_decodes = size.num_decodes
+    return *[size.num_tokens] * 3, num_seqs + 1, num_seqs, num_seqs, num_decodes, num_decodes, num_seqs, num_seqs
 
 
 def _aligned(length: int) -> int:

@@ -139,6 +139,22 @@ def test_decodes_are_captured_for_short_contexts_and_for_any(checkpoint, monkeyp
     assert {seq_len: size for seq_len, size in lengths} == {n: 40 if n <= 40 else limit for n in range(21, 46)}
 
 
+def test_many_decodes_are_taken_up_longest_first(checkpoint, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "MAX_UNORDERED_DECODES", 2)
+    llm = make_llm(checkpoint)
+    with_graphs(llm)
+    batches = []
+    model = llm.engine.core.executor.runner._graphs
+    decode_batch = model._decode_batch
+    monkeypatch.setattr(model, "_decode_batch", lambda size: batches.append(decode_batch(size)) or batches[-1])
+    llm.generate([[5, 6, 7], [9] * 20, [11, 3] * 4], greedy(3), use_tqdm=False)
+    # One tensor, as the last step left it.
+    assert [batch.seq_lens.tolist() for batch in batches] == [[5, 22, 10, 0]] * 2
+    assert [batch.decode_order.tolist() for batch in batches] == [[1, 2, 0, 3]] * 2
+    llm.generate([[5, 6, 7], [9] * 20], greedy(3), use_tqdm=False)
+    assert [batch.decode_order for batch in batches[2:]] == [None, None]
+
+
 @pytest.mark.parametrize("wanted", [{"temperature": 0.9, "seed": 5}, {"logit_bias": {7: 50.0}}, {"logprobs": 2}])
 def test_what_is_not_greedy_starts_from_the_logits_of_the_capture(checkpoint, wanted):
     """Beside greedy rows; the next step continues with what was sampled, not with the largest logit."""

@@ -80,6 +80,7 @@ def test_a_new_request_over_a_block_border():
         "max_seq_len": 6,
         "prefill_seq_len": 6,
         "decodes_only": False,
+        "decode_order": None,
     }
     assert sampling.rows.tolist() == sampling.host_rows.tolist() == [0]
     assert sampling.host_positions.tolist() == [0]
@@ -114,6 +115,7 @@ def test_a_second_chunk_goes_on_where_the_first_ended():
         "max_seq_len": 8,
         "prefill_seq_len": 8,
         "decodes_only": False,
+        "decode_order": None,
     }
 
 
@@ -160,6 +162,7 @@ def test_a_decode_takes_the_last_sampled_id_from_the_device():
         "max_seq_len": 5,
         "prefill_seq_len": None,
         "decodes_only": True,
+        "decode_order": None,
     }
     record(builder, sampling, 99, 66)  # in the order of this step: b, a
     batch, _ = builder.build(step(decode("a", 5), decode("b", 2), decodes=2))
@@ -204,6 +207,7 @@ def test_a_mixed_step_has_decodes_first_and_logits_only_where_something_is_sampl
         "max_seq_len": 5,
         "prefill_seq_len": 5,
         "decodes_only": False,
+        "decode_order": None,
     }
     assert sampling.rows.tolist() == [0, 2]
 

@@ -49,6 +49,7 @@ def test_decodes_and_prompts_stand_in_their_places(builder):
     assert inputs.seq_lens.tolist() == [3, 5, 0, 3, 1, 0, 0]
     assert inputs.rows.tolist() == [1, 0, 0, 2, 3, 0, 0]
     assert inputs.new_block_ids.tolist() == [-1, 3, 0]
+    assert inputs.decode_order.tolist() == [1, 0, 2]  # the longest first
     assert inputs.logits_indices.tolist() == [0, 1, 5, 0, 0, 0, 0]
     assert inputs.sampled_rows.tolist() == [1, 0, 3, 8, 8, 8, 8]
 
@@ -79,4 +80,4 @@ def test_fields_are_disjoint_and_begin_at_whole_16_bytes(size):
     fields = [getattr(inputs, name) for name in MixedInputs.__dataclass_fields__]
     assert all(len(field) == 0 or field[0] % 4 == 0 for field in fields)
     numbers = np.concatenate(fields)
-    assert len(set(numbers.tolist())) == len(numbers) == 3 * size.num_tokens + 6 * size.num_decodes + 5 * 3 + 1
+    assert len(set(numbers.tolist())) == len(numbers) == 3 * size.num_tokens + 7 * size.num_decodes + 5 * 3 + 1
