@@ -1,8 +1,9 @@
 """How long an engine takes to start: from the start of a process to its first token, phase by phase.
 
 Each run is a process of its own that does what a user's script does, and tells how long each phase took. The first one
-finds an empty Triton cache ("cold"), the others what it has left there ("warm"); files that are read come from the
-operating system's cache wherever it has them. Imports nothing heavy: the processes are this module too.
+finds nothing compiled, neither kernels nor Python's bytecode ("cold"), the others what it has left ("warm"), wherever
+this machine keeps such files otherwise; files that are read come from the operating system's cache if it has them.
+Imports nothing heavy: the processes are this module too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class StartRun:
     """One start.
 
     Attributes:
-        how: "cold" (no compiled kernels) or "warm".
+        how: "cold" (nothing compiled) or "warm".
         seconds: of each of ``PHASES``.
         settings: of the engine.
     """
@@ -63,9 +64,11 @@ def measure_starts(
         ConfigError: the engine does not start; ends with what it said.
     """
     with tempfile.TemporaryDirectory(prefix="pico-vllm-start-") as cache:
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        env |= {"TRITON_CACHE_DIR": f"{cache}/kernels", "PYTHONPYCACHEPREFIX": f"{cache}/bytecode"}
         for index in range(1 + num_warm):
             argv = [sys.executable, "-m", "pico_vllm.bench.start", repr(time.monotonic()), model, json.dumps(options)]
-            done = run(argv, env=os.environ | {"TRITON_CACHE_DIR": cache}, capture_output=True, text=True, check=False)
+            done = run(argv, env=env, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 lines = done.stderr.strip().splitlines() or ["it said nothing"]
                 raise ConfigError(f"the engine does not start (exit code {done.returncode}): {lines[-1]}")

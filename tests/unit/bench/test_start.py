@@ -28,11 +28,13 @@ def answer(**seconds):
     return SimpleNamespace(returncode=0, stderr="", stdout=json.dumps({"seconds": seconds, "settings": {"a": 1}}))
 
 
-def test_one_cold_start_and_then_warm_ones_on_what_it_has_compiled():
+def test_one_cold_start_and_then_warm_ones_on_what_it_has_compiled(monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     caches, argvs = [], []
 
     def run(argv, *, env, **kwargs):
-        caches.append(env["TRITON_CACHE_DIR"])
+        assert "PYTHONDONTWRITEBYTECODE" not in env
+        caches.append((env["TRITON_CACHE_DIR"], env["PYTHONPYCACHEPREFIX"]))
         argvs.append(argv)
         return answer(start_s=float(len(caches)))
 
