@@ -87,7 +87,7 @@ def with_decode(config: AttentionConfig, decode: DecodeConfig) -> AttentionConfi
 
 def with_prefill(config: AttentionConfig, prefill: PrefillConfig) -> AttentionConfig:
     """One prefill shape for every step."""
-    return dataclasses.replace(config, prefill=prefill, short_prefill=prefill)
+    return dataclasses.replace(config, prefill=prefill, short_prefill=prefill, hopper_prefill=False)
 
 
 def with_config(config: AttentionConfig) -> KernelBackend:

@@ -17,7 +17,7 @@ class CompileCase:
 
     Attributes:
         name: unique; the key of its allowance of spills.
-        kernel: the ``@triton.jit`` function.
+        kernel: the ``@triton.jit`` or ``@gluon.jit`` function.
         signature: argument → type as Triton writes it ("*bf16", "i32", "fp32"), in any order, without the constexprs.
         constexprs: argument → value; an integer argument that is 1 at the launch belongs here too, as Triton has it.
         divisible: integer arguments that are multiples of 16 at the launch. Pointers always are.

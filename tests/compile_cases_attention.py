@@ -36,6 +36,9 @@ def compile_cases(architecture: int) -> list[CompileCase]:
         block_d = triton.next_power_of_2(head_dim)
         cases += attention_cases(architecture, select_config(architecture, block_d, 2), group, head_dim, block_size)
     cases += attention_cases(architecture, select_config(architecture, 64, 4), 3, 64, 16, dtype="fp32")
+    if architecture == 90 and attention_prefill.launch_hopper_prefill is not None:
+        shapes = ((6, 128, 16, "bf16"), (3, 64, 16, "bf16"), (8, 128, 128, "fp16"), (1, 64, 32, "bf16"))
+        cases += [hopper_prefill_case(*shape, is_split=is_split) for shape in shapes for is_split in (False, True)]
     config = select_config(architecture, 128, 2).decodes[0]
     return [*cases, decode_case(architecture, config, 6, 128, 16, query_len=8)]
 
@@ -170,7 +173,7 @@ def prefill_case(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_D": triton.next_power_of_2(head_dim),
-        "BLOCK_S": attention_prefill._SEARCH_BLOCK,
+        "BLOCK_S": attention_prefill.SEARCH_BLOCK,
         "SEPARATES_DIAGONAL": config.separates_diagonal,
         "IS_SPLIT": is_split,
         "PDL": architecture >= 90,
@@ -179,6 +182,16 @@ def prefill_case(
     name = f"prefill {dtype} {group}x{head_dim} tile {shape}{' split' * is_split}"
     name += " one loop" * (not config.separates_diagonal)
     return _case(name, attention_prefill._prefill_kernel, constexprs, dtype, config.num_warps, config.num_stages)
+
+
+def hopper_prefill_case(group: int, head_dim: int, block_size: int, dtype: str, *, is_split: bool) -> CompileCase:
+    from pico_vllm.kernels import attention_prefill_hopper
+
+    constexprs = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "IS_SPLIT": is_split, "PDL": True}
+    name = f"hopper prefill {dtype} {group}x{head_dim} block {block_size}{' split' * is_split}"
+    case = _case(name, attention_prefill_hopper._hopper_prefill_kernel, constexprs, dtype, 4, 1)
+    descriptor = f"tensordesc<{dtype}[{block_size}, 64],{attention_prefill_hopper._SWIZZLED.value!r}>"
+    return dataclasses.replace(case, signature={**case.signature, "kv_cache": descriptor})
 
 
 def _store_case(architecture: int, dtype: str, head_dim: int) -> CompileCase:

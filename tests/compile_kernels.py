@@ -24,6 +24,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from compile_cases import CompileCase
 
@@ -72,7 +73,8 @@ def compiled(case: CompileCase, capability: int) -> Any:
     missing = [name for name, kind in signature.items() if kind == "constexpr" and name not in case.constexprs]
     assert not missing, f"{case.name}: nothing is said of {missing}"
     is_divisible = [name in case.divisible or kind.startswith("*") for name, kind in signature.items()]
-    source = ASTSource(
+    source_of = GluonASTSource if case.kernel.is_gluon() else ASTSource
+    source = source_of(
         fn=case.kernel,
         signature=signature,
         constexprs={(arguments.index(name),): value for name, value in case.constexprs.items()},

@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from pico_vllm.kernels import attention_config
 from pico_vllm.kernels.attention_config import (
@@ -16,6 +17,7 @@ from pico_vllm.kernels.attention_config import (
     num_kv_splits,
     num_prefill_splits,
     select_config,
+    takes_hopper_prefill,
 )
 
 FOUR_AN_SM = DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=4, max_splits=264)
@@ -166,6 +168,41 @@ def test_prefill_splits_are_bounded_and_long_enough(num_programs, max_seq_len):
     splits = num_prefill_splits(num_programs, max_seq_len, num_sms=132)
     assert 1 <= splits <= 16
     assert splits == 1 or max_seq_len // splits >= 512
+
+
+CACHE = torch.empty(3, 2, 2, 16, 128, dtype=torch.bfloat16)
+ON_H200 = select_config(90, 128, 2)
+
+
+@pytest.mark.parametrize(
+    "kv_cache, takes",
+    [
+        (CACHE, True),
+        (CACHE.half(), True),
+        (CACHE.float(), False),
+        (CACHE[..., :64].contiguous(), True),
+        (CACHE[..., :64], False),  # not contiguous
+        (CACHE[:, :, :1], False),  # nor this
+        (CACHE[1:], True),
+        (CACHE[..., :96].contiguous(), False),
+        (torch.empty(3, 2, 2, 8, 128, dtype=torch.bfloat16), False),
+        (torch.empty(3, 2, 2, 48, 128, dtype=torch.bfloat16), False),
+        (torch.empty(3, 2, 2, 128, 128, dtype=torch.bfloat16), True),
+        (torch.empty(3, 2, 2, 256, 128, dtype=torch.bfloat16), False),
+    ],
+)
+def test_the_kernel_for_hopper_takes_caches_it_can_copy_blocks_of(kv_cache, takes):
+    assert takes_hopper_prefill(ON_H200, ON_H200.prefill, Device(90, 132), kv_cache) is takes
+
+
+def test_the_kernel_for_hopper_takes_large_prefills_of_its_architecture():
+    h200 = Device(90, 132)
+    assert takes_hopper_prefill(ON_H200, ON_H200.prefill, h200, CACHE)
+    assert not takes_hopper_prefill(ON_H200, ON_H200.short_prefill, h200, CACHE)
+    for architecture in (0, 80, 89, 100, 120):
+        assert not takes_hopper_prefill(ON_H200, ON_H200.prefill, Device(architecture, 132), CACHE)
+    without = dataclasses.replace(ON_H200, hopper_prefill=False)
+    assert not takes_hopper_prefill(without, without.prefill, h200, CACHE)
 
 
 def test_only_hopper_and_later_launch_early():

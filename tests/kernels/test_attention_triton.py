@@ -211,7 +211,7 @@ def test_several_query_tokens_in_one_pass_or_in_many_splits_agree():
 @pytest.mark.parametrize("search_block", [1, 2, 4, 256])
 def test_every_query_tile_finds_its_sequence(monkeypatch, search_block):
     """Sequences of less than, exactly and more than a tile of 16 rows, and empty ones between them."""
-    monkeypatch.setattr(attention_prefill, "_SEARCH_BLOCK", search_block)
+    monkeypatch.setattr(attention_prefill, "SEARCH_BLOCK", search_block)
     lens = ((1, 1), (5, 5), (6, 6), (16, 16), (1, 9), (17, 30), (2, 2))
     case = build(Step(lens, 0, num_padded_tokens=23, num_padded_seqs=4), Heads(1, 3, 16, 16))
     assert_near_oracle("attention", attend(case, config=TINY), oracle(case))

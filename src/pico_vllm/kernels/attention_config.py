@@ -82,6 +82,7 @@ class AttentionConfig:
         short_prefill: when it hasn't.
         merges: by growing block_splits; see ``choose_merge``.
         many_rows_merge: when every SM has that many rows to merge.
+        hopper_prefill: the kernel for Hopper does what ``prefill`` is for, wherever it can.
     """
 
     decodes: tuple[DecodeConfig, ...]
@@ -94,6 +95,7 @@ class AttentionConfig:
         MergeConfig(block_rows=1, block_splits=64, block_d=32, num_warps=4),
     )
     many_rows_merge: MergeConfig = MergeConfig(block_rows=16, block_splits=2, block_d=128, num_warps=4)
+    hopper_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,11 @@ _MAX_PREFILL_SPLITS, _MIN_SPLIT_POSITIONS = 16, 512
 #: Decodes of contexts up to this bound have shapes of their own.
 SHORT_CONTEXT = 1024
 #: Prefills with contexts from this bound on are split rather than given small tiles: 512 new tokens on 8192 take 93 µs
-#: in five splits of large tiles, 98 in eight of small ones, 133 unsplit.
+#: in five splits of large tiles, 98 in eight of small ones, 133 unsplit (107 with the kernel for Hopper).
 _LONG_CONTEXT = 4096
+
+#: Rows of a query tile of the kernel for Hopper.
+HOPPER_BLOCK_M = 128
 
 #: More groups than an H200 has SMs. Of 160 and 224 sequences of 100 to 1500 positions a step takes 2,972 and 3,431 µs
 #: with the rotation and 3,113 and 3,619 without; of 128 x 600 it takes 2,384 and 2,366.
@@ -135,7 +140,7 @@ _CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
     # 600 and of 100 to 1500 in one step (benchmarks/results/h200_decode_attention_tuning.txt). A split costs a merge,
     # an idle one 2 µs a layer still: few sequences get one for each tile, many get none, even where lengths differ.
     # Prefills, in µs (h200_attention_tuning.json has every candidate): of 512: 13.2 of short_prefill, 15.2 with a loop
-    # of its own for full tiles; of 8192: 464 of prefill, 526 with tiles of 64.
+    # of its own for full tiles; of 8192: 464 of prefill, 526 with tiles of 64; see also ``takes_hopper_prefill``.
     (90, 128, 2): AttentionConfig(
         decodes=(
             DecodeConfig(64, num_warps=4, num_stages=2, programs_per_sm=1, max_groups=8, rotates=True),
@@ -153,6 +158,7 @@ _CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
         ),
         prefill=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
         short_prefill=PrefillConfig(64, block_n=64, num_warps=4, num_stages=4, separates_diagonal=False),
+        hopper_prefill=True,
     ),
     (90, 64, 2): AttentionConfig(
         decodes=(
@@ -166,6 +172,7 @@ _CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
         ),
         prefill=PrefillConfig(block_m=64, block_n=128, num_warps=4, num_stages=2),
         short_prefill=PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
+        hopper_prefill=True,
     ),
 }
 
@@ -252,12 +259,36 @@ def choose_prefill(config: AttentionConfig, num_rows: int, max_seq_len: int, num
     return config.prefill if has_work else config.short_prefill
 
 
+def takes_hopper_prefill(config: AttentionConfig, shape: PrefillConfig, device: Device, kv_cache: torch.Tensor) -> bool:
+    """The kernel for Hopper (``attention_prefill_hopper``) takes this prefill: a large one, from a cache it can copy.
+
+    In bf16 with 12 query and 2 KV heads of 128 an H200 takes 31 µs instead of 44 for 2048 new tokens, 330 instead of
+    470 for 8192, 73 instead of 95 for 8 x 1024.
+
+    Args:
+        config, shape: what ``choose_prefill`` chose of what.
+        device: it runs on; sm_100 and later don't have Hopper's instructions.
+        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim].
+    """
+    block_size, head_dim = kv_cache.shape[3:]
+    return (
+        config.hopper_prefill
+        and shape is config.prefill
+        and device.architecture == 90
+        and kv_cache.element_size() == 2
+        and head_dim in (64, 128)
+        and block_size in (16, 32, 64, 128)
+        and kv_cache.is_contiguous()
+    )
+
+
 def num_prefill_splits(num_programs: int, max_seq_len: int, num_sms: int) -> int:
     """Splits of the positions that each query tile sees: the number that should end first.
 
-    Unit of the costs: the time that an SM takes for a position of a tile, 20 ns for 128 rows on an H200. A program
-    takes its positions and as long as 256 to start and end; partial results, written and read, cost the device 2 a
-    program; the merge as a further kernel costs 256.
+    Unit of the costs: the time that an SM takes for a position of a tile, 20 ns for 128 rows on an H200 (14 with the
+    kernel for Hopper, whose other costs are taken to be the same). A program takes its positions and as long as 256 to
+    start and end; partial results, written and read, cost the device 2 a program; the merge as a further kernel costs
+    256.
 
     Args:
         num_programs: query tiles x groups of heads.

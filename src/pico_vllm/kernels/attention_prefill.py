@@ -2,9 +2,9 @@
 
 A sequence brings its whole prompt, a chunk of it, or what a prefix hit left over: its query tokens are its last ones,
 and everything before them is read from the cache like the tokens themselves. Forward pass of FlashAttention-2
-(Dao 2023).
+(Dao 2023). Large prefills on Hopper have a kernel of their own (``attention_prefill_hopper``), launched from here.
 
-The grid comes from host bounds alone: each program finds its sequence on the device (``_find_tile``).
+The grid comes from host bounds alone: each program finds its sequence on the device (``find_tile``).
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
@@ -19,51 +19,33 @@ import torch
 import triton
 import triton.language as tl
 
-from pico_vllm.kernels.attention_config import AttentionConfig, choose_merge, choose_prefill, num_prefill_splits
+from pico_vllm.kernels.attention_config import (
+    HOPPER_BLOCK_M,
+    AttentionConfig,
+    PrefillConfig,
+    choose_merge,
+    choose_prefill,
+    num_prefill_splits,
+    takes_hopper_prefill,
+)
 from pico_vllm.kernels.attention_merge import allocate_partials, merge_splits
 from pico_vllm.kernels.attention_tiles import (
+    SEARCH_BLOCK,
     attend_positions,
+    find_tile,
     load_blocks,
     load_rows,
     start_after_predecessors,
     write_rows,
 )
 
+try:
+    from pico_vllm.kernels.attention_prefill_hopper import launch_hopper_prefill
+except ImportError:  # a Triton without it: the kernel below does everything
+    launch_hopper_prefill = None
+
 if TYPE_CHECKING:
     from pico_vllm.kernels.attention_triton import TritonAttentionMetadata
-
-#: Sequences whose starts one step of ``_find_tile`` loads.
-_SEARCH_BLOCK = 256
-
-
-@triton.jit
-def _find_tile(
-    query_start_loc,
-    tile,
-    first_seq,
-    num_seqs,
-    num_tokens,
-    HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Which sequence the tile belongs to, which of its tiles it is, and the sequence's tokens [start, end).
-
-    Sequence i, counted from ``first_seq``, has its first tile at floor(rows before it / BLOCK_M) + i: never too close
-    to the next one, because floor(a + b) + 1 >= floor(a) + ceil(b). Index ``num_seqs`` stands for the tokens after the
-    last sequence. Starts grow with the index, so the sequence's own is the largest one of those that have begun.
-    """
-    first_token = tl.load(query_start_loc + first_seq)
-    num_started, start, end = 0, first_token, num_tokens
-    for first in range(first_seq, num_seqs + 1, BLOCK_S):
-        seqs = first + tl.arange(0, BLOCK_S)
-        starts = tl.load(query_start_loc + seqs, mask=seqs <= num_seqs, other=num_tokens)
-        first_tiles = (starts - first_token) * HEADS // BLOCK_M + seqs - first_seq
-        is_started = (first_tiles <= tile) & (seqs <= num_seqs)
-        num_started = num_started + tl.sum(is_started.to(tl.int32), axis=0)
-        start = tl.maximum(start, tl.max(tl.where(is_started, starts, 0), axis=0))
-        end = tl.minimum(end, tl.min(tl.where(is_started, num_tokens, starts), axis=0))
-    return first_seq + num_started - 1, tile - (start - first_token) * HEADS // BLOCK_M - num_started + 1, start, end
 
 
 @triton.jit(
@@ -117,8 +99,8 @@ def _prefill_kernel(
     num_heads = tl.num_programs(0) * HEADS
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     tile = tl.num_programs(2) - 1 - tl.program_id(2)
-    seq, tile, first_token, end_token = _find_tile(
-        query_start_loc, tile, first_seq, num_seqs, num_tokens, HEADS, BLOCK_M, BLOCK_S
+    seq, tile, first_token, end_token = find_tile(
+        query_start_loc, tile, first_seq, num_seqs, num_tokens, tl.arange(0, BLOCK_S), HEADS, BLOCK_M, BLOCK_S
     )
     query_len = end_token - first_token
     first_row, num_rows = tile * BLOCK_M, query_len * HEADS
@@ -198,22 +180,47 @@ def prefill_attention_triton(
         scale: factor on the scores, above 0.
         config: of the device.
     """
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = kv_cache.shape[2:4]
-    group, device = num_heads // num_kv_heads, metadata.device
+    num_tokens, num_heads, _ = query.shape
+    group, device = num_heads // kv_cache.shape[2], metadata.device
     first_seq, num_seqs = metadata.num_decode_reqs, metadata.seq_lens.shape[0]
     num_decode_tokens = first_seq if metadata.decode_query_len == 1 else 0  # at least
     seq_len = metadata.prefill_seq_len
     prefill = choose_prefill(config, (num_tokens - num_decode_tokens) * num_heads, seq_len, device.num_sms)
-    heads = group if prefill.packs_group else 1
-    num_full_tiles = -(-(num_tokens - num_decode_tokens) * heads // prefill.block_m)
+    launch_hopper = launch_hopper_prefill if takes_hopper_prefill(config, prefill, device, kv_cache) else None
+    block_m = HOPPER_BLOCK_M if launch_hopper else prefill.block_m
+    heads = group if launch_hopper or prefill.packs_group else 1
+    num_full_tiles = -(-(num_tokens - num_decode_tokens) * heads // block_m)
     num_programs = num_full_tiles * (num_heads // heads)
     num_splits = 1  # for padded tokens alone
     if num_seqs > first_seq:
         num_splits = num_prefill_splits(num_programs, seq_len, device.num_sms)
     partial_out, partial_lse = allocate_partials(num_tokens, num_splits, out)
-    num_tiles = num_tokens * heads // prefill.block_m + num_seqs - first_seq + 1  # as _find_tile places them
-    _prefill_kernel[(num_heads // heads, num_splits, num_tiles)](
+    num_tiles = num_tokens * heads // block_m + num_seqs - first_seq + 1  # as find_tile places them
+    grid = (num_heads // heads, num_splits, num_tiles)
+    if launch_hopper:
+        launch_hopper(grid, query, kv_cache, out, partial_out, partial_lse, metadata, scale)
+    else:
+        _launch_prefill(grid, query, kv_cache, out, partial_out, partial_lse, metadata, scale, prefill)
+    if num_splits > 1:
+        merge = choose_merge(config, num_splits, num_tokens * num_heads, device.num_sms)
+        merge_splits(out, partial_out, partial_lse, metadata.query_start_loc, first_seq, merge, device, decodes=False)
+
+
+def _launch_prefill(
+    grid: tuple[int, int, int],
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    metadata: TritonAttentionMetadata,
+    scale: float,
+    prefill: PrefillConfig,
+) -> None:
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    device = metadata.device
+    _prefill_kernel[grid](
         query,
         kv_cache,
         out,
@@ -223,8 +230,8 @@ def prefill_attention_triton(
         metadata.query_start_loc,
         metadata.seq_lens,
         scale * math.log2(math.e),
-        first_seq,
-        num_seqs,
+        metadata.num_decode_reqs,
+        metadata.seq_lens.shape[0],
         num_tokens,
         query.stride(0),
         query.stride(1),
@@ -233,21 +240,18 @@ def prefill_attention_triton(
         kv_cache.stride(2),
         kv_cache.stride(3),
         metadata.block_tables.stride(0),
-        GROUP=group,
-        HEADS=heads,
+        GROUP=num_heads // num_kv_heads,
+        HEADS=num_heads // grid[0],
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         BLOCK_M=prefill.block_m,
         BLOCK_N=prefill.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_S=_SEARCH_BLOCK,
-        IS_SPLIT=num_splits > 1,
+        BLOCK_S=SEARCH_BLOCK,
+        IS_SPLIT=grid[1] > 1,
         SEPARATES_DIAGONAL=prefill.separates_diagonal,
         PDL=device.launches_early,
         num_warps=prefill.num_warps,
         num_stages=prefill.num_stages,
         launch_pdl=device.launches_early,
     )
-    if num_splits > 1:
-        merge = choose_merge(config, num_splits, num_tokens * num_heads, device.num_sms)
-        merge_splits(out, partial_out, partial_lse, metadata.query_start_loc, first_seq, merge, device, decodes=False)

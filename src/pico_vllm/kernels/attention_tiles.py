@@ -1,11 +1,11 @@
-"""What the two attention kernels share: rows of query heads attend to a range of positions of one paged sequence.
+"""What the attention kernels share: rows of query heads attend to a range of positions of one paged sequence.
 
 Device functions only. A tile is BLOCK_N consecutive positions of one sequence and KV head; its rows lie in several
 blocks of BLOCK_SIZE, so every row finds its own block in the block table.
 Source: Milakov and Gimelshein 2018 (online softmax); Dao 2023 (FlashAttention-2).
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 # (a constexpr takes a Python value)
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+#: Sequences whose starts one step of ``find_tile`` loads.
+SEARCH_BLOCK = 256
 
 
 @triton.jit
@@ -38,6 +41,38 @@ def sequence_of_program(decode_order, HAS_ORDER: tl.constexpr) -> tl.tensor:
     if HAS_ORDER:
         seq = tl.load(decode_order + seq)
     return seq.to(tl.int64)
+
+
+@triton.jit
+def find_tile(
+    query_start_loc,
+    tile,
+    first_seq,
+    num_seqs,
+    num_tokens,
+    columns,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Which sequence the tile belongs to, which of its tiles it is, and the sequence's tokens [start, end).
+
+    Sequence i, counted from ``first_seq``, has its first tile at floor(rows before it / BLOCK_M) + i: never too close
+    to the next one, because floor(a + b) + 1 >= floor(a) + ceil(b). Index ``num_seqs`` stands for the tokens after the
+    last sequence. Starts grow with the index, so the sequence's own is the largest one of those that have begun.
+    ``columns`` is [0, BLOCK_S).
+    """
+    first_token = tl.load(query_start_loc + first_seq)
+    num_started, start, end = 0, first_token, num_tokens
+    for first in range(first_seq, num_seqs + 1, BLOCK_S):
+        seqs = first + columns
+        starts = tl.load(query_start_loc + seqs, mask=seqs <= num_seqs, other=num_tokens)
+        first_tiles = (starts - first_token) * HEADS // BLOCK_M + seqs - first_seq
+        is_started = (first_tiles <= tile) & (seqs <= num_seqs)
+        num_started = num_started + tl.sum(is_started.to(tl.int32), axis=0)
+        start = tl.maximum(start, tl.max(tl.where(is_started, starts, 0), axis=0))
+        end = tl.minimum(end, tl.min(tl.where(is_started, num_tokens, starts), axis=0))
+    return first_seq + num_started - 1, tile - (start - first_token) * HEADS // BLOCK_M - num_started + 1, start, end
 
 
 @triton.jit
