@@ -9,22 +9,23 @@ from pico_vllm.kernels import greedy_triton, logits_processing_triton, philox_tr
 _DTYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
 
 
-def _greedy(chunk: int, dtype: str) -> list[CompileCase]:
+def _greedy(chunk: int, dtype: str, pdl: bool) -> list[CompileCase]:
     return [
         CompileCase(
             name=f"greedy-{dtype}-{chunk}",
             kernel=greedy_triton._best_of_chunk_kernel,
             signature={"logits_ptr": f"*{dtype}", "values_ptr": "*fp32", "ids_ptr": "*i32", "row_stride": "i32"}
             | {"vocab_size": "i32", "num_chunks": "i32"},
-            constexprs={"CHUNK": chunk},
+            constexprs={"CHUNK": chunk, "PDL": pdl},
             divisible=("row_stride", "vocab_size"),
             num_warps=greedy_triton._NUM_WARPS,
         ),
         CompileCase(
             name=f"greedy-chunks-{dtype}-{chunk}",
             kernel=greedy_triton._best_chunk_kernel,
-            signature={"values_ptr": "*fp32", "ids_ptr": "*i32", "token_ids_ptr": "*i64", "num_chunks": "i32"},
-            constexprs={"CHUNKS_BLOCK": triton.next_power_of_2(triton.cdiv(151936, chunk))},
+            signature={"values_ptr": "*fp32", "ids_ptr": "*i32", "token_ids_ptr": "*i64"}
+            | {"last_token_ids_ptr": "*i32", "rows_ptr": "*i32", "num_chunks": "i32"},
+            constexprs={"CHUNKS_BLOCK": triton.next_power_of_2(triton.cdiv(151936, chunk)), "KEEPS": True, "PDL": pdl},
             num_warps=1,
         ),
     ]
@@ -104,14 +105,18 @@ _BITMASK = CompileCase(
     num_warps=logits_processing_triton._NUM_WARPS,
 )
 
-CASES = [
-    _UNIFORM,
-    _PENALTIES,
-    _BITMASK,
-    *_greedy(4096, "bf16"),
-    *_greedy(8192, "bf16"),
-    *_greedy(8192, "fp32"),
-    *_sample(151936, "bf16", has_min_p=False),
-    *_sample(151936, "fp32", has_min_p=True),
-    *_sample(49152, "bf16", has_min_p=True),
-]
+
+def compile_cases(architecture: int) -> list[CompileCase]:
+    """Every kernel that chooses tokens, in the dtypes and vocabularies that matter."""
+    launches_early = architecture >= 90
+    return [
+        _UNIFORM,
+        _PENALTIES,
+        _BITMASK,
+        *_greedy(4096, "bf16", launches_early),
+        *_greedy(8192, "bf16", launches_early),
+        *_greedy(8192, "fp32", launches_early),
+        *_sample(151936, "bf16", has_min_p=False),
+        *_sample(151936, "fp32", has_min_p=True),
+        *_sample(49152, "bf16", has_min_p=True),
+    ]

@@ -101,8 +101,8 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation("cpu", linear.linear_cpu),
     ),
     "partial_linear": (
-        Implementation("reference", linear.linear_reference),
-        Implementation("cpu", linear.linear_cpu),
+        Implementation("reference", linear.partial_linear_reference),
+        Implementation("cpu", linear.partial_linear_cpu),
     ),
     "gated_linear": (
         Implementation("reference", linear.gated_linear_reference),

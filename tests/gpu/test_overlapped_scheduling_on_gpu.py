@@ -88,9 +88,9 @@ def test_decodes_of_many_sizes_give_the_same(overlapped, plain, num_seqs):
 
 
 def test_preemption_and_chunks_give_the_same(checkpoint, plain):
-    options = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64}
+    options = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 64}
     llm = LLM(str(checkpoint), **(OPTIONS | options))
-    params = every_kind() * 3
+    params = every_kind() * 3 + [greedy(90)] * 12
     assert_same(llm, plain, make_prompts(len(params), 90), params)
     assert llm.engine.core.scheduler.num_preemptions > 0
 

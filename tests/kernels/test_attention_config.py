@@ -192,17 +192,18 @@ ON_H200 = select_config(90, 128, 2)
     ],
 )
 def test_the_kernel_for_hopper_takes_caches_it_can_copy_blocks_of(kv_cache, takes):
-    assert takes_hopper_prefill(ON_H200, ON_H200.prefill, Device(90, 132), kv_cache) is takes
+    assert takes_hopper_prefill(ON_H200, ON_H200.prefill, 1, Device(90, 132), kv_cache) is takes
 
 
 def test_the_kernel_for_hopper_takes_large_prefills_of_its_architecture():
     h200 = Device(90, 132)
-    assert takes_hopper_prefill(ON_H200, ON_H200.prefill, h200, CACHE)
-    assert not takes_hopper_prefill(ON_H200, ON_H200.short_prefill, h200, CACHE)
+    assert takes_hopper_prefill(ON_H200, ON_H200.prefill, 1, h200, CACHE)
+    assert not takes_hopper_prefill(ON_H200, ON_H200.short_prefill, 12 * 511, h200, CACHE)
+    assert takes_hopper_prefill(ON_H200, ON_H200.short_prefill, 12 * 512, h200, CACHE)  # 48 tiles
     for architecture in (0, 80, 89, 100, 120):
-        assert not takes_hopper_prefill(ON_H200, ON_H200.prefill, Device(architecture, 132), CACHE)
+        assert not takes_hopper_prefill(ON_H200, ON_H200.prefill, 1, Device(architecture, 132), CACHE)
     without = dataclasses.replace(ON_H200, hopper_prefill=False)
-    assert not takes_hopper_prefill(without, without.prefill, h200, CACHE)
+    assert not takes_hopper_prefill(without, without.prefill, 10**6, h200, CACHE)
 
 
 def test_only_hopper_and_later_launch_early():

@@ -102,6 +102,19 @@ def test_linear_is_near_the_oracle(impl, dtype, num_tokens, in_features, out_fea
     assert_near_oracle("linear", y, case.expected("linear"))
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 16, 65])
+@each_implementation_and_dtype("linear")
+def test_a_product_goes_where_it_is_told(impl, dtype, num_tokens, has_bias):
+    case = build(num_tokens, 131, 70, dtype=dtype, device=impl.device, has_bias=has_bias)
+    memory = torch.full((num_tokens + 2, 70), NAN, dtype=dtype, device=impl.device)
+    out = memory[1:-1]
+    y = case.run(lambda x, weight: impl.op(x, weight, out))
+    assert y.data_ptr() == out.data_ptr()
+    assert_near_oracle("linear", out, case.expected("linear"))
+    assert memory[[0, -1]].isnan().all()
+
+
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 @pytest.mark.parametrize("in_features, out_features, has_bias", [(1, 3, True), (1531, 33, True), (4161, 66, False)])
 @each_implementation_and_dtype("partial_linear")

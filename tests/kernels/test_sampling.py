@@ -105,6 +105,15 @@ def test_greedy_of_no_rows_is_no_ids(impl):
 
 
 @each_implementation("greedy")
+def test_greedy_keeps_the_ids_at_their_rows(impl):
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0], [0.0, 0.0, 1.0]], device=impl.device)
+    last_token_ids = torch.full((6,), -7, dtype=torch.int32, device=impl.device)
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32, device=impl.device)
+    assert impl.op(logits, last_token_ids, rows).tolist() == [1, 0, 2]
+    assert last_token_ids.tolist() == [0, -7, 2, -7, 1, -7]
+
+
+@each_implementation("greedy")
 def test_greedy_reads_strided_rows(impl):
     logits = torch.tensor([[0.0, 2.0, 1.0, 99.0], [3.0, 2.0, 1.0, 99.0]], device=impl.device)[:, :3]
     assert impl.op(logits).tolist() == [1, 0]

@@ -123,13 +123,15 @@ SHORT_CONTEXT = 1024
 #: in five splits of large tiles, 98 in eight of small ones, 133 unsplit (107 with the kernel for Hopper).
 _LONG_CONTEXT = 4096
 
-#: Rows of a query tile of the kernel for Hopper.
+#: Rows of a query tile of the kernel for Hopper, and from how many on it is faster than small tiles.
 HOPPER_BLOCK_M = 128
+_HOPPER_MIN_ROWS = 48 * HOPPER_BLOCK_M
 
-#: More groups than an H200 has SMs. Of 160 and 224 sequences of 100 to 1500 positions a step takes 2,972 and 3,431 µs
-#: with the rotation and 3,113 and 3,619 without; of 128 x 600 it takes 2,384 and 2,366.
+#: More groups than an H200 has SMs. Of 128 / 160 / 224 sequences of 100 to 1500 positions a step takes 2,714 / 2,972 /
+#: 3,431 µs with the rotation and 2,774 / 3,113 / 3,619 without; of 96 / 128 x 600 it takes 2,211 / 2,384 with it and
+#: 2,195 / 2,366 without.
 _MANY = (
-    DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=3, max_splits=1, max_groups=256),
+    DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=3, max_splits=1, max_groups=192),
     DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=3, max_splits=1, max_groups=448, rotates=True),
     DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=4, max_splits=1),
 )
@@ -259,21 +261,25 @@ def choose_prefill(config: AttentionConfig, num_rows: int, max_seq_len: int, num
     return config.prefill if has_work else config.short_prefill
 
 
-def takes_hopper_prefill(config: AttentionConfig, shape: PrefillConfig, device: Device, kv_cache: torch.Tensor) -> bool:
+def takes_hopper_prefill(
+    config: AttentionConfig, shape: PrefillConfig, num_rows: int, device: Device, kv_cache: torch.Tensor
+) -> bool:
     """The kernel for Hopper (``attention_prefill_hopper``) takes this prefill: a large one, from a cache it can copy.
 
-    In bf16 with 12 query and 2 KV heads of 128 an H200 takes 31 µs instead of 44 for 2048 new tokens, 330 instead of
-    470 for 8192, 73 instead of 95 for 8 x 1024.
+    In bf16 with 12 query and 2 KV heads of 128 an H200 takes 11.8 µs instead of 13.1 for 512 new tokens, 18 instead of
+    22 for 1024, 31 instead of 44 for 2048, 328 instead of 463 for 8192, 79 instead of 96 for 8 x 1024, 72 instead of 95
+    for 512 on 8192.
 
     Args:
         config, shape: what ``choose_prefill`` chose of what.
+        num_rows: query heads x tokens of the step.
         device: it runs on; sm_100 and later don't have Hopper's instructions.
         kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim].
     """
     block_size, head_dim = kv_cache.shape[3:]
     return (
         config.hopper_prefill
-        and shape is config.prefill
+        and (shape is config.prefill or num_rows >= _HOPPER_MIN_ROWS)
         and device.architecture == 90
         and kv_cache.element_size() == 2
         and head_dim in (64, 128)

@@ -185,8 +185,9 @@ def prefill_attention_triton(
     first_seq, num_seqs = metadata.num_decode_reqs, metadata.seq_lens.shape[0]
     num_decode_tokens = first_seq if metadata.decode_query_len == 1 else 0  # at least
     seq_len = metadata.prefill_seq_len
-    prefill = choose_prefill(config, (num_tokens - num_decode_tokens) * num_heads, seq_len, device.num_sms)
-    launch_hopper = launch_hopper_prefill if takes_hopper_prefill(config, prefill, device, kv_cache) else None
+    num_rows = (num_tokens - num_decode_tokens) * num_heads
+    prefill = choose_prefill(config, num_rows, seq_len, device.num_sms)
+    launch_hopper = launch_hopper_prefill if takes_hopper_prefill(config, prefill, num_rows, device, kv_cache) else None
     block_m = HOPPER_BLOCK_M if launch_hopper else prefill.block_m
     heads = group if launch_hopper or prefill.packs_group else 1
     num_full_tiles = -(-(num_tokens - num_decode_tokens) * heads // block_m)

@@ -48,12 +48,13 @@ def pack_linear_dense(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear
     return LinearWeight(weight.shape[1], weight.shape[0], weight, None, bias)
 
 
-def linear_reference(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+def linear_reference(x: torch.Tensor, weight: LinearWeight, out: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply by the transposed weight and add the bias.
 
     Args:
         x: [num_tokens, in_features].
         weight: of the same dtype.
+        out: contiguous, where the result goes; None = into a new tensor.
 
     Returns:
         [num_tokens, out_features] in x's dtype; products are summed in fp32 or wider and rounded once.
@@ -62,7 +63,15 @@ def linear_reference(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     y = x.to(wide) @ weight.to_dense().to(wide).T
     if weight.bias is not None:
         y += weight.bias.to(wide)
-    return y.to(x.dtype)
+    return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+def partial_linear_reference(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """A product whose last sum ``add_rms_norm`` takes: partial sums [num_splits, num_tokens, out_features] fp32.
+
+    Or, as here, the sum: [num_tokens, out_features] in x's dtype.
+    """
+    return linear_reference(x, weight)
 
 
 def gated_linear_reference(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -96,12 +105,20 @@ def pack_linear_cpu(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWe
     return LinearWeight(weight.shape[1], weight.shape[0], None, packed, bias)
 
 
-def linear_cpu(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+def linear_cpu(x: torch.Tensor, weight: LinearWeight, out: torch.Tensor | None = None) -> torch.Tensor:
     """``linear_reference`` through oneDNN when the weight is packed, else through torch (any device)."""
     if weight.packed is None:
-        return torch.nn.functional.linear(x, weight.to_dense(), weight.bias)
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.packed, weight.bias, "none", [], "")
-    return y
+        if out is not None and weight.bias is None:
+            return torch.mm(x, weight.to_dense().T, out=out)
+        y = torch.nn.functional.linear(x, weight.to_dense(), weight.bias)
+    else:
+        y = torch.ops.mkldnn._linear_pointwise(x, weight.packed, weight.bias, "none", [], "")
+    return y if out is None else out.copy_(y)
+
+
+def partial_linear_cpu(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """``partial_linear_reference``: the sum."""
+    return linear_cpu(x, weight)
 
 
 def _can_pack(weight: torch.Tensor) -> bool:

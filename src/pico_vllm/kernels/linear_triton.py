@@ -279,18 +279,18 @@ def _swiglu(gate, up, dtype: tl.constexpr):
     return silu * up
 
 
-def linear_triton(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+def linear_triton(x: torch.Tensor, weight: LinearWeight, out: torch.Tensor | None = None) -> torch.Tensor:
     """``linear_reference``."""
     config = _config(Product.WHOLE, x, weight, weight.out_features)
     if config is None:
-        return linear_cpu(x, weight)
-    y = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
+        return linear_cpu(x, weight, out)
+    y = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device) if out is None else out
     _launch(Product.WHOLE, x, weight, y, config)
     return y
 
 
 def partial_linear_triton(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-    """Partial sums of ``linear_reference``, [num_splits, num_tokens, out_features] fp32; of many tokens the sum."""
+    """``partial_linear_reference``: partial sums; of many tokens the sum."""
     config = _config(Product.PARTIAL, x, weight, weight.out_features)
     if config is None:
         return linear_cpu(x, weight)

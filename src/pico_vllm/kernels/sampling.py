@@ -22,14 +22,34 @@ _TOP_P_CANDIDATES = 512
 _MAX_CANDIDATES, _TIES = 1024, 32
 
 
-def greedy_reference(logits: torch.Tensor) -> torch.Tensor:
-    """[num_rows, vocab_size] → [num_rows] int64, the smallest id of the largest logit."""
-    return (logits == logits.amax(dim=-1, keepdim=True)).int().argmax(dim=-1)
+def greedy_reference(
+    logits: torch.Tensor, last_token_ids: torch.Tensor | None = None, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The smallest id of the largest logit of each row.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        last_token_ids: int32, where the ids are kept too, at ``rows``; None = nowhere.
+        rows: [num_rows]; of one that occurs more than once some id is kept.
+
+    Returns:
+        [num_rows] int64.
+    """
+    token_ids = (logits == logits.amax(dim=-1, keepdim=True)).int().argmax(dim=-1)
+    return _kept(token_ids, last_token_ids, rows)
 
 
-def greedy_cpu(logits: torch.Tensor) -> torch.Tensor:
+def greedy_cpu(
+    logits: torch.Tensor, last_token_ids: torch.Tensor | None = None, rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """``greedy_reference`` in one pass; ``max`` is vectorised, ``argmax`` is not: 109 µs against 667 for 8 x 49152."""
-    return logits.max(dim=-1).indices
+    return _kept(logits.max(dim=-1).indices, last_token_ids, rows)
+
+
+def _kept(token_ids: torch.Tensor, last_token_ids: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
+    if last_token_ids is not None:
+        last_token_ids[rows] = token_ids.to(last_token_ids.dtype)
+    return token_ids
 
 
 def sample_reference(

@@ -33,6 +33,6 @@ class LMHead:
         self._linear = backend.linear
         self._group = group
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → logits [num_rows, vocab_size] in hidden's dtype."""
-        return self._group.gather_logits(self._linear(hidden, self.weight))
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[num_rows, hidden_size] → logits [num_rows, vocab_size] in hidden's dtype; into ``out``, if it is there."""
+        return self._group.gather_logits(self._linear(hidden, self.weight, out))

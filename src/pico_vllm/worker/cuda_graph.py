@@ -150,7 +150,7 @@ class CudaGraphRunner:
         *,
         block_table_rows: torch.Tensor,
         last_token_ids: torch.Tensor,
-        greedy: Callable[[torch.Tensor], torch.Tensor],
+        greedy: Callable[..., torch.Tensor],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -191,11 +191,8 @@ class CudaGraphRunner:
         shallow, shallow_caches = model.outermost_layers(kv_caches)
 
         def choose(hidden: torch.Tensor, sampled_rows: torch.Tensor) -> Tensors:
-            logits = lm_head(hidden)
-            self._logits[: len(logits)].copy_(logits)
-            greedy_ids = greedy(logits)
-            last_token_ids[sampled_rows] = greedy_ids.to(torch.int32)
-            return hidden, greedy_ids
+            logits = lm_head(hidden, self._logits[: len(hidden)])
+            return hidden, greedy(logits, last_token_ids, sampled_rows)
 
         def capture(make_batch: Callable[[], ForwardBatch], sampled_rows: torch.Tensor) -> _Captured:
             (hidden, greedy_ids), replay = record(
