@@ -15,11 +15,10 @@ from kernel_implementations import (
     assert_near_oracle,
     uninitialised_memory_is_nan,
 )
+from kernel_launches import Launches, fresh
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton isn't installed", allow_module_level=True)
-
-import triton
 
 from pico_vllm.kernels import attention_prefill, attention_prefill_hopper
 from pico_vllm.kernels.attention_config import AttentionConfig, Device, select_config
@@ -35,16 +34,6 @@ H200 = Device(architecture=90, num_sms=132)
 
 
 # ---------------------------------------------------------------------------------------- when and how it is launched
-class Launches:
-    """Stands for a kernel: notes grid, arguments and parameters of each launch."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.seen.append((grid, args, kwargs))
-
-
 @pytest.fixture
 def kernels(monkeypatch):
     """(launches of the kernel for Hopper, launches of the other)."""
@@ -117,23 +106,8 @@ def test_a_launch_keeps_no_cache_alive(kernels):
     assert cache() is None
 
 
-def fresh(module):
-    """The module, run once more under another name."""
-    spec = importlib.util.spec_from_file_location(f"fresh_{module.__name__.rpartition('.')[2]}", module.__file__)
-    again = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(again)
-    return again
-
-
 def test_the_installed_triton_has_it():
     assert attention_prefill.launch_hopper_prefill is attention_prefill_hopper.launch_hopper_prefill
-
-
-@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0+git1234"])
-def test_with_the_gluon_of_another_triton_it_cannot_be_imported(monkeypatch, version):
-    monkeypatch.setattr(triton, "__version__", version)
-    with pytest.raises(ImportError, match=rf"triton 3.6 to 3.9.*{version.partition('+')[0]}"):
-        fresh(attention_prefill_hopper)
 
 
 def test_where_it_cannot_be_imported_the_other_kernel_does_everything(monkeypatch, kernels):

@@ -4,8 +4,8 @@ A program has 128 rows. One warp, the producer, copies tiles of K and V from the
 (TMA). Two warpgroups, the consumers, have 64 rows each: the tensor cores multiply for one while the other takes its
 softmax. Barriers say which stages of K and V are full, and which may be written again.
 
-Needs Gluon, the part of Triton in which layouts, shared memory and barriers are written out: with a Triton whose Gluon
-is another, importing this module raises ImportError. ``attention_prefill`` launches it.
+With a triton that ``gluon_compat`` doesn't know, importing this module raises ImportError. ``attention_prefill``
+launches it.
 Source: Shah et al. 2024 (FlashAttention-3). On an H200 the consumers find their turns by themselves: ping-pong, which
 enforces them, took as long or longer, and so did a softmax beside products of the consumer's own.
 """
@@ -20,13 +20,11 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -34,19 +32,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pico_vllm.kernels.attention_config import HOPPER_BLOCK_M
 from pico_vllm.kernels.attention_tiles import SEARCH_BLOCK, find_tile, start_after_predecessors
+from pico_vllm.kernels.gluon_compat import async_load, reinterpret, thread_barrier
 
 if TYPE_CHECKING:
     from pico_vllm.kernels.attention_triton import TritonAttentionMetadata
-
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-if not (3, 6) <= _VERSION <= (3, 9):  # Gluon is experimental: other versions have other names
-    raise ImportError(f"needs the Gluon of triton 3.6 to 3.9, this is triton {triton.__version__}")
-
-# What 3.6 calls thread_barrier, async_copy_global_to_shared and _reinterpret.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_memory = gl.shared_memory_descriptor
-_reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 
 #: Rows of a program and of a consumer, positions of a tile, tiles of K and of V in shared memory.
 _BLOCK_M = gl.constexpr(HOPPER_BLOCK_M)
@@ -148,7 +137,7 @@ def _consume(
     offsets = gl.expand_dims(offsets, 1) + gl.expand_dims(dims, 0)
     q_memory.store(gl.load(query + offsets, mask=gl.expand_dims(rows < num_rows, 1), other=0.0))
     fence_async_shared()
-    _barrier()
+    thread_barrier()
 
     # 2. Weights of the last tile.
     score_rows = first_row + gl.arange(0, _ROWS, _SCORE_ROWS)
@@ -168,7 +157,7 @@ def _consume(
         v_tile = v_tiles.index(0)
         v_tile.store(gl.where(gl.expand_dims(positions < seq_len, 1), v_tile.load(LOADS), 0.0))
         fence_async_shared()
-        _barrier()
+        thread_barrier()
 
     # 4. The other tiles on the diagonal, then full ones without masks, then the sum over the one that is left.
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -196,7 +185,7 @@ def _consume(
         gl.store(partial_lse + split_rows, row_max + gl.log2(row_sum), mask=score_rows < num_rows)
     else:
         q_memory.store(result.to(out.dtype.element_ty))  # there and back: a thread then has 16 bytes of a row
-        _barrier()
+        thread_barrier()
         # Not the layout of the loads: with it their row numbers were kept in registers all the time.
         STORES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         rows = first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, STORES))
@@ -219,7 +208,7 @@ def _copy_tile(
     for j in gl.static_range(BLOCKS):
         for half in gl.static_range(HALVES):
             part = memory.index((stage * HALVES + half) * BLOCKS + j)
-            _async_load(kv_cache, [rows[j] + offset, half * _COLUMNS], full.index(stage), part)
+            async_load(kv_cache, [rows[j] + offset, half * _COLUMNS], full.index(stage), part)
 
 
 @gluon.jit
@@ -314,8 +303,8 @@ def _hopper_prefill_kernel(
     q_memory = gl.allocate_shared_memory(dtype, [2, _ROWS, HEAD_DIM], _SWIZZLED)
     k_blocks = gl.allocate_shared_memory(dtype, [NUM_BLOCKS, BLOCK_SIZE, _COLUMNS], _SWIZZLED)
     v_blocks = gl.allocate_shared_memory(dtype, [NUM_BLOCKS, BLOCK_SIZE, _COLUMNS], _SWIZZLED)
-    k_tiles = _reinterpret(k_blocks, dtype, [_STAGES, _BLOCK_N, HEAD_DIM], _SWIZZLED)
-    v_tiles = _reinterpret(v_blocks, dtype, [_STAGES, _BLOCK_N, HEAD_DIM], _SWIZZLED)
+    k_tiles = reinterpret(k_blocks, dtype, [_STAGES, _BLOCK_N, HEAD_DIM], _SWIZZLED)
+    v_tiles = reinterpret(v_blocks, dtype, [_STAGES, _BLOCK_N, HEAD_DIM], _SWIZZLED)
     k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -326,7 +315,7 @@ def _hopper_prefill_kernel(
         mbarrier.init(k_empty.index(stage), count=2)  # consumers
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
-    _barrier()
+    thread_barrier()
 
     # 4. The warps split up.
     barriers = (k_full, k_empty, v_full, v_empty)
