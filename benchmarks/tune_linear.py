@@ -31,6 +31,7 @@ from pico_vllm.bench.kernels import MAX_RELATIVE_ERROR, relative_error
 from pico_vllm.bench.timing import FULL_BUDGET, QUICK_BUDGET, Budget
 from pico_vllm.environment import collect_environment
 from pico_vllm.kernels import linear_triton
+from pico_vllm.kernels.attention_config import device_of
 from pico_vllm.kernels.linear import LinearWeight, linear_reference
 from pico_vllm.kernels.linear_config import LinearConfig, Product, choose_linear, shape_class
 from pico_vllm.kernels.parallel_compile import compiling_only
@@ -40,8 +41,8 @@ from pico_vllm.kernels.triton_backend import TRITON
 WHAT = (
     "Launch shapes of few-token products, by number of tokens. 'rows': a shape -> µs of the whole captured decode step "
     "with it, fastest first. A shape is tokens x outputs x inputs of a tile, into how many splits the inputs go, "
-    "warps, stages. 'final_us': the step with 'shapes'; 'cublas_us': with cuBLAS for every product; 'ablation_us': "
-    "what the step saves when an operation is left out."
+    "warps, stages; 'for Hopper': of the kernel that sm_90 has. 'final_us': the step with 'shapes'; 'cublas_us': with "
+    "cuBLAS for every product; 'ablation_us': what the step saves when an operation is left out."
 )
 #: Positions of each sequence.
 CONTEXT = 600
@@ -88,6 +89,16 @@ _SLICED: dict[_Class, dict[str, tuple[int, ...]]] = {
     (Product.GATED, False): {"max_splits": (1,)},
 }
 _SLICED_TILES = {"block_n": (16, 32), "block_k": (64, 128, 256), "num_stages": (2, 3)}
+#: Of 2 to 64 tokens on Hopper, for the kernel that it has.
+_HOPPER: dict[_Class, dict[str, tuple[int, ...]]] = {
+    (Product.WHOLE, False): {"block_n": (16, 32, 64), "block_k": (128, 256), "num_stages": (4, 6, 8)},
+    (Product.WHOLE, True): {"block_n": (64, 128), "block_k": (64, 128), "num_stages": (3, 4, 6)},
+    (Product.PARTIAL, False): {"block_n": (32, 64), "block_k": (128, 256), "num_stages": (3, 4)}
+    | {"max_splits": (2, 3, 4, 6)},
+    (Product.PARTIAL, True): {"block_n": (64, 128), "block_k": (128, 256), "num_stages": (3, 4, 6)}
+    | {"max_splits": (5, 7, 10)},
+    (Product.GATED, False): {"block_n": (32, 64), "block_k": (64, 128), "num_stages": (3, 4, 6)},
+}
 _OPS: dict[Product, str] = {
     Product.WHOLE: "linear",
     Product.PARTIAL: "partial_linear",
@@ -117,6 +128,25 @@ def main() -> None:
         print(f"{num_tokens} tokens: {found['final_us']:.1f} µs, with cuBLAS alone {found['cublas_us']:.1f}")
         for name, rows in found["rows"].items():
             print(f"  {name}:", *(f"{us:.1f} ({shape})" for shape, us in list(rows.items())[:3]))
+
+
+def hopper_candidates(product: _Class, num_tokens: int) -> list[LinearConfig]:
+    """Shapes of the kernel for Hopper whose ring is in shared memory."""
+    if not 2 <= num_tokens <= 64:
+        return []
+    block_m = max(8, 1 << (num_tokens - 1).bit_length())
+    table = _HOPPER[product]
+    configs = [
+        LinearConfig(block_m, num_warps=4, on_hopper=True, **dict(zip(table, values, strict=True)))
+        for values in itertools.product(*table.values())
+    ]
+
+    def fits(config: LinearConfig) -> bool:
+        rows = config.block_n * (2 if product[0] is Product.GATED else 1)
+        read_behind = max(0, 64 - rows)
+        return 2 * config.block_k * (config.num_stages * (rows + block_m) + read_behind) <= 226 << 10
+
+    return [config for config in configs if fits(config)]
 
 
 def candidates(product: _Class, num_tokens: int) -> list[LinearConfig]:
@@ -156,7 +186,7 @@ def candidates(product: _Class, num_tokens: int) -> list[LinearConfig]:
 def choosing(table: Table, num_tokens: int) -> Iterator[None]:
     """Inside, products of up to ``num_tokens`` take their shapes from ``table``, which may change; None is cuBLAS."""
 
-    def choose(kind: Product, num_rows: int, out_features: int, in_features: int, architecture: int) -> Any:
+    def choose(kind: Product, num_rows: int, out_features: int, in_features: int, *_: Any) -> Any:
         return table[shape_class(kind, out_features, in_features)]
 
     with (
@@ -175,9 +205,13 @@ def tune(step: DecodeStep, num_tokens: int, max_candidates: int | None, *, ablat
         cublas_s = step.seconds(contexts(num_tokens))
         for kind, weight in step.weights.values():  # as they are now
             shape = class_of((kind, weight))
-            table[shape] = choose_linear(kind, num_tokens, results(kind, weight), weight.in_features, 90)
+            table[shape] = present(kind, weight, step.tokens(num_tokens, weight.in_features))
+        searches = [candidates]
+        if device_of(step.device.index).architecture == 90 and linear_triton.launch_hopper_linear is not None:
+            searches.append(hopper_candidates)
         tried = {
-            name: candidates(class_of(product), num_tokens)[:max_candidates] for name, product in step.weights.items()
+            name: [config for search in searches for config in search(class_of(product), num_tokens)[:max_candidates]]
+            for name, product in step.weights.items()
         }
         compile_all(step, tried, table, num_tokens)
         for budget in (QUICK_BUDGET, FULL_BUDGET):
@@ -282,7 +316,18 @@ def shape_name(config: LinearConfig | None) -> str:
         return "cuBLAS"
     tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
     slices = f", slices {config.num_slices}" if config.num_slices > 1 else ""
-    return f"{tile}, splits {config.max_splits}, warps {config.num_warps}, stages {config.num_stages}{slices}"
+    on_hopper = ", for Hopper" if config.on_hopper else ""
+    return (
+        f"{tile}, splits {config.max_splits}, warps {config.num_warps}, stages {config.num_stages}{slices}{on_hopper}"
+    )
+
+
+def present(kind: Product, weight: LinearWeight, x: torch.Tensor) -> LinearConfig | None:
+    """The shape that the product has today."""
+    takes = linear_triton.smallest_hopper_tile
+    architecture = device_of(x.device.index).architecture
+    smallest_tile = takes(x, weight) if takes is not None else None
+    return choose_linear(kind, len(x), results(kind, weight), weight.in_features, architecture, smallest_tile)
 
 
 def class_of(product: tuple[Product, LinearWeight]) -> _Class:

@@ -1,4 +1,7 @@
-"""The products of few tokens at every shape of Qwen2.5-1.5B, SmolLM2-135M and Qwen3-0.6B."""
+"""The products of few tokens at every shape of Qwen2.5-1.5B, SmolLM2-135M and Qwen3-0.6B.
+
+On sm_90 those of the kernel for Hopper and, for what it doesn't take, of the others.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,28 @@ from pico_vllm.kernels.linear_config import LinearConfig, Product, choose_linear
 def compile_cases(architecture: int) -> list[CompileCase]:
     """One case a number of tokens at which the launch shape changes, a product and a model; bf16."""
     return [
-        _case(f"linear {model} {shape.name}", shape, num_rows, config, architecture)
+        _hopper_case(f"hopper linear {model} {shape.name}", shape, config)
+        if config.on_hopper
+        else _case(f"linear {model} {shape.name}", shape, num_rows, config, architecture)
         for model, shapes in MODELS.items()
         for shape in shapes
         for num_rows in (1, 8, 16, 32, 64)
-        if (config := choose_linear(shape.kind, num_rows, shape.out_features, shape.in_features, architecture))
+        for config in _configs(shape, num_rows, architecture)
     ]
+
+
+def _configs(shape: ProductShape, num_rows: int, architecture: int) -> list[LinearConfig]:
+    """What may be chosen, whatever the operands, with this triton."""
+    smallest_tiles: list[int | None] = [None]
+    if linear_triton.launch_hopper_linear is not None:
+        from pico_vllm.kernels.linear_hopper import SMALLEST_TILE
+
+        smallest_tiles += [rows for rows in (16, 64) if rows >= SMALLEST_TILE]
+    configs = [
+        choose_linear(shape.kind, num_rows, shape.out_features, shape.in_features, architecture, rows)
+        for rows in smallest_tiles
+    ]
+    return [config for config in dict.fromkeys(configs) if config is not None]
 
 
 def _case(name: str, shape: ProductShape, num_rows: int, config: LinearConfig, architecture: int) -> CompileCase:
@@ -50,4 +69,34 @@ def _case(name: str, shape: ProductShape, num_rows: int, config: LinearConfig, a
         constexprs=constexprs,
         divisible=("out_features",) if one_row else ("out_features", "x_stride"),
         num_warps=config.num_warps,
+    )
+
+
+def _hopper_case(name: str, shape: ProductShape, config: LinearConfig) -> CompileCase:
+    from pico_vllm.kernels import linear_hopper
+
+    is_gated = shape.kind is Product.GATED
+    steps, slices = config.split(shape.in_features) // config.block_k, config.block_k // 64
+    weights, tokens = f"{slices}, {1 + is_gated}, {config.block_n}", f"{slices}, {config.block_m}"
+    return CompileCase(
+        name=f"{name} {config.block_m}x{config.block_n}x{config.block_k}",
+        kernel=linear_hopper._hopper_linear_kernel,
+        signature={
+            "weight": f"tensordesc<bf16[{weights}, 64],{linear_hopper._WEIGHTS.value!r}>",
+            "x": f"tensordesc<bf16[{tokens}, 64],{linear_hopper._TOKENS.value!r}>",
+            "bias": "*bf16",
+            "y": "*fp32" if shape.kind is Product.PARTIAL else "*bf16",
+            **dict.fromkeys(("num_rows", "out_features", "num_tiles"), "i32"),
+        },
+        constexprs={
+            "STEPS": steps,
+            "NUM_STAGES": min(config.num_stages, steps),
+            "HAS_BIAS": shape.has_bias,
+            "IS_PARTIAL": shape.kind is Product.PARTIAL,
+            "IS_GATED": is_gated,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+        },
+        divisible=("out_features",),
     )

@@ -1,6 +1,7 @@
 """The products of few tokens: ``linear``, ``partial_linear`` and ``gated_linear`` at every border of their tiles.
 
-``test_linear.py`` has what holds for a product of any size, and how weights are packed.
+``test_linear.py`` has what holds for a product of any size, and how weights are packed; ``test_linear_hopper.py`` the
+kernel for Hopper, which takes over here wherever inputs are a multiple of 64.
 """
 
 import dataclasses
@@ -18,16 +19,14 @@ from kernel_implementations import (
     assert_near_oracle,
     each_implementation,
     each_implementation_and_dtype,
-    uninitialised_memory_is_nan,
 )
+from linear_cases import OPS, Case, added_up, before_nan, build
 from pico_vllm.kernels import linear_config
-from pico_vllm.kernels.linear import gated_linear_reference, linear_reference, pack_linear_dense
+from pico_vllm.kernels.linear import linear_reference, pack_linear_dense
 from pico_vllm.kernels.linear_config import Product
 from pico_vllm.kernels.rms_norm import add_rms_norm_cpu
 from pico_vllm.kernels.swiglu import swiglu_cpu, swiglu_reference
 
-OPS = {Product.WHOLE: "linear", Product.PARTIAL: "partial_linear", Product.GATED: "gated_linear"}
-REFERENCES = {"linear": linear_reference, "partial_linear": linear_reference, "gated_linear": gated_linear_reference}
 #: Both sides of every border between two tiles, and of that to cuBLAS.
 NUM_TOKENS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 HALVES = (torch.bfloat16, torch.float16)
@@ -57,38 +56,6 @@ def exact_sums():
     yield
     for name, value in before.items():
         setattr(matmul, name, value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Tokens and a weight, settled in memory, and what the oracle makes of them."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def expected(self, op: str) -> torch.Tensor:
-        wide = pack_linear_dense(self.weight.double(), None if self.bias is None else self.bias.double())
-        return REFERENCES[op](self.x.double(), wide)
-
-    def run(self, function) -> torch.Tensor:
-        if self.x.is_cuda:
-            torch.cuda.synchronize()  # a weight must be in memory when a kernel is launched early
-        with uninitialised_memory_is_nan():
-            return function(self.x, pack_linear_dense(self.weight, self.bias))
-
-
-def build(num_tokens, in_features, out_features, *, dtype, device="cpu", has_bias=False) -> Case:
-    """Weights near 1 / sqrt(K), so that sums of K products stay near 1."""
-    weight = random_tensor(out_features, in_features, dtype=torch.float32, seed=1) * in_features**-0.5
-    bias = random_tensor(out_features, dtype=dtype, device=device, seed=2) if has_bias else None
-    x = random_tensor(num_tokens, in_features, dtype=dtype, device=device)
-    return Case(x, weight.to(device, dtype), bias)
-
-
-def added_up(y: torch.Tensor) -> torch.Tensor:
-    """Of partial sums the sum."""
-    return y if y.dim() == 2 else y.sum(dim=0)
 
 
 # ------------------------------------------------------------------------------------------------ near the oracle
@@ -242,12 +209,6 @@ def test_tokens_may_be_rows_of_something_wider(op, impl, num_tokens):
 def test_what_lies_behind_tokens_weights_and_bias_is_never_read(op, impl, num_tokens):
     """NaN behind all of them, and 131 inputs: no tile ends where they end."""
     case = build(num_tokens, 131, 70, dtype=torch.bfloat16, device=impl.device, has_bias=True)
-
-    def before_nan(tensor):
-        padded = torch.full((tensor.shape[0] + 200, *tensor.shape[1:]), NAN, dtype=tensor.dtype, device=tensor.device)
-        padded[: len(tensor)] = tensor
-        return padded[: len(tensor)]
-
     surrounded = Case(before_nan(case.x), before_nan(case.weight), before_nan(case.bias))
     assert surrounded.weight.is_contiguous()
     assert_bitwise(surrounded.run(impl.op), case.run(impl.op))

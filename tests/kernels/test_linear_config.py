@@ -128,6 +128,82 @@ def test_tiles_of_real_models_fit_and_no_split_is_empty(shape, num_rows, archite
         assert tile_bytes * config.num_stages <= SHARED_BYTES[architecture]
 
 
+HOPPER_CONFIGS = [(kind, config) for (kind, _), shapes in linear_config._HOPPER_SHAPES.items() for config in shapes]
+
+
+@pytest.mark.parametrize(
+    "shape, num_rows, tile",
+    [
+        (QKV, 1, None),
+        (QKV, 2, (8, 32)),
+        (QKV, 8, (8, 32)),
+        (QKV, 9, (16, 16)),
+        (QKV, 17, (32, 32)),
+        (QKV, 33, (64, 64)),
+        (QKV, 64, (64, 64)),
+        (QKV, 65, None),
+        (O_PROJ, 8, (8, 64)),
+        (O_PROJ, 16, (16, 32)),
+        (O_PROJ, 32, (32, 64)),
+        (O_PROJ, 64, (64, 64)),
+        (O_PROJ, 65, None),
+        (GATE_UP, 8, (8, 32)),
+        (GATE_UP, 16, (16, 64)),
+        (GATE_UP, 17, None),
+        (GATE_UP, 32, None),
+        (GATE_UP, 33, (64, 64)),
+        (DOWN, 8, (8, 128)),
+        (DOWN, 9, None),
+        (DOWN, 16, None),
+        (DOWN, 17, (32, 64)),
+        (DOWN, 64, (64, 64)),
+        (LM_HEAD, 8, None),
+        (LM_HEAD, 16, None),
+        (LM_HEAD, 17, (32, 64)),
+        (LM_HEAD, 64, (64, 128)),
+    ],
+)
+def test_the_kernel_for_hopper_takes_some_numbers_of_tokens_and_the_rest_is_as_without_it(shape, num_rows, tile):
+    def choose_on(architecture: int, smallest_tile: int | None) -> LinearConfig | None:
+        return choose_linear(shape.kind, num_rows, shape.out_features, shape.in_features, architecture, smallest_tile)
+
+    config = choose_on(90, 16)
+    if tile is None:
+        assert config == choose(shape, num_rows)
+    else:
+        assert config.on_hopper and (config.block_m, config.block_n) == tile
+    assert choose_on(90, None) == choose(shape, num_rows)
+    for architecture in (80, 100, 120):
+        assert choose_on(architecture, 16) == choose(shape, num_rows, architecture)
+
+
+def test_where_a_tile_must_have_64_rows_only_those_shapes_are_taken():
+    def tile(shape: ProductShape, num_rows: int) -> tuple[bool, int]:
+        config = choose_linear(shape.kind, num_rows, shape.out_features, shape.in_features, 90, 64)
+        return config.on_hopper, config.block_n
+
+    assert [tile(QKV, n) for n in (8, 16, 32, 64)] == [(True, 64), (False, 16), (True, 64), (True, 64)]
+    assert tile(O_PROJ, 16) == (True, 64)
+    assert tile(GATE_UP, 8) == (True, 32)  # 32 gates and 32 ups
+
+
+def test_few_inputs_take_a_step_of_hopper_no_longer_than_they_need():
+    steps = [choose_linear(Product.WHOLE, 8, 96, inputs, 90, 16).block_k for inputs in (64, 128, 192, 576)]
+    assert steps == [64, 128, 256, 256]
+
+
+@pytest.mark.parametrize("kind, config", HOPPER_CONFIGS)
+def test_shapes_of_hopper_are_what_its_instructions_and_copies_take_and_fit(kind, config):
+    rows = config.block_n * (2 if kind is Product.GATED else 1)
+    assert config.on_hopper and (config.num_warps, config.num_slices) == (4, 1)
+    assert config.block_m in (8, 16, 32, 64) and rows in (16, 32, 64, 128)
+    assert config.block_k % 64 == 0 and config.block_k // 64 in (1, 2, 4)
+    assert kind is Product.PARTIAL or config.max_splits == 1
+    behind = max(0, 64 - rows) * 2 * config.block_k  # what an instruction reads beyond the last tile, in whole stages
+    shared = config.num_stages * 2 * config.block_k * (rows + config.block_m) + behind + 1024
+    assert shared <= SHARED_BYTES[90]
+
+
 @pytest.mark.parametrize("config", [config for shapes in linear_config._SHAPES.values() for config in shapes])
 def test_tiles_are_powers_of_two_that_a_matrix_product_takes(config):
     sizes = (config.block_m, config.block_n, config.block_k)

@@ -102,6 +102,46 @@ def test_the_record_says_where_it_was_made_and_grows_with_each_number_of_tokens(
     assert "2 tokens: 1.0 µs, with cuBLAS alone 2.0" in capsys.readouterr().out
 
 
+def test_rows_of_the_kernel_for_hopper_have_names_of_their_own(tuning):
+    config = LinearConfig(16, 64, 128, 4, 3, 5)
+    assert tuning.shape_name(config) == "16x64x128, splits 5, warps 4, stages 3"
+    on_hopper = tuning.dataclasses.replace(config, on_hopper=True)
+    assert tuning.shape_name(on_hopper) == "16x64x128, splits 5, warps 4, stages 3, for Hopper"
+
+
+def test_candidates_for_hopper_are_tried_on_hopper(tuning, step, monkeypatch):
+    tried = {}
+
+    def time_each(step, name, product, configs, table, num_tokens, budget):
+        tried.setdefault(name, configs)
+        return [(1.0, config) for config in configs]
+
+    monkeypatch.setattr(tuning, "time_each", time_each)
+    for architecture in (90, 100):
+        device = tuning.device_of(None)
+        monkeypatch.setattr(
+            tuning, "device_of", lambda _, d=device, a=architecture: tuning.dataclasses.replace(d, architecture=a)
+        )
+        monkeypatch.setattr(step, "seconds", lambda *args, **kwargs: 1.0)
+        tried.clear()
+        tuning.tune(step, 64, 3, ablate=False)
+        on_hopper = {name: sum(config.on_hopper for config in configs) for name, configs in tried.items()}
+        has_it = architecture == 90 and tuning.linear_triton.launch_hopper_linear is not None
+        assert on_hopper == dict.fromkeys(tried, 3 if has_it else 0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 17, 64, 65])
+def test_candidates_for_hopper_fit_and_the_present_shapes_are_among_them(tuning, num_tokens):
+    for product, present in linear_config._HOPPER_SHAPES.items():
+        configs = tuning.hopper_candidates(product, num_tokens)
+        assert len(configs) == len(set(configs)) and bool(configs) == (2 <= num_tokens <= 64)
+        for config in configs:
+            assert config.on_hopper and num_tokens <= config.block_m <= max(8, 2 * num_tokens)
+            rows = config.block_n * (2 if product[0] is Product.GATED else 1)
+            assert 2 * (rows + config.block_m) * config.block_k * config.num_stages <= 227 << 10
+        assert {config for config in present if configs and config.block_m == configs[0].block_m} <= set(configs)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 16, 17, 64, 128, 256])
 def test_candidates_fit(tuning, num_tokens):
     for product in linear_config._SHAPES:

@@ -74,6 +74,46 @@ def test_a_kernel_that_is_launched_early_reads_nothing_but_weights_before_it_wai
     assert "st.global" not in before and "st.global" in after
 
 
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_refills"),
+    [
+        ("o 8x64x128", 4, 0),
+        ("qkv 64x64x128", 6, 1),
+        ("gate_up 16x64x64", 6, 1),
+        ("down 32x64x256", 3, 1),
+        ("lm_head 64x128x64", 4, 1),
+    ],
+)
+def test_a_product_on_hopper_fills_its_ring_with_weights_and_reads_nothing_else_before_it_waits(
+    name, num_stages, num_refills
+):
+    """By the PTX: copies of weights have four dimensions, those of tokens three. All weights of the ring come first."""
+    cases = all_cases(90)
+    name = f"hopper linear Qwen2.5-1.5B {name}"
+    if name not in cases:
+        pytest.skip("this triton's Gluon is another")
+    before, wait, after = compiled(cases[name], 90).asm["ptx"].partition("griddepcontrol.wait")
+    assert wait and "griddepcontrol.launch_dependents" in before
+    copies = [re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", part) for part in (before, after)]
+    assert copies == [["4"] * num_stages, ["3"] * num_stages + ["4", "3"] * num_refills]
+    assert not re.search(r"ld\.global|st\.global|cp\.async\.c|cp\.reduce|\bred\.|\batom\.", before)
+    assert "st.global" in after
+
+
+@pytest.mark.parametrize(
+    "name", ["gate_up 8x32x128", "gate_up 16x64x64", "gate_up 64x64x64", "lm_head 32x64x128", "qkv 32x32x256"]
+)
+def test_results_on_hopper_take_the_place_of_the_ring_when_all_warps_have_multiplied(name):
+    """By the PTX: a wait for the tensor cores is one of each warp for itself."""
+    cases = all_cases(90)
+    name = f"hopper linear Qwen2.5-1.5B {name}"
+    if name not in cases:
+        pytest.skip("this triton's Gluon is another")
+    after = compiled(cases[name], 90).asm["ptx"].rpartition("wgmma.wait_group.sync.aligned 0")[2]
+    before_results, store, _ = re.split(r"(stmatrix|st\.shared)", after, maxsplit=1)
+    assert store and "bar.sync" in before_results
+
+
 def test_a_kernel_is_not_launched_early_where_the_architecture_cannot():
     assert "griddepcontrol" not in compiled(all_cases(80)["rms_norm-bf16-1536"], 80).asm["ptx"]
 

@@ -11,7 +11,8 @@ quantised one or a tuned tile shape fits in later without touching a model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ class LinearWeight:
         dense: [out_features, in_features], or None when only ``packed`` is kept.
         packed: the backend's own layout of the same matrix, or None.
         bias: [out_features] or None.
+        descriptors: what a kernel copies tiles of ``dense`` by, once it was launched (``linear_hopper``).
     """
 
     in_features: int
@@ -34,6 +36,7 @@ class LinearWeight:
     dense: torch.Tensor | None
     packed: torch.Tensor | None
     bias: torch.Tensor | None
+    descriptors: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def to_dense(self) -> torch.Tensor:
         """The matrix as [out_features, in_features]; unpacks a copy where there is no dense one."""

@@ -30,6 +30,7 @@ class LinearConfig:
         num_warps, num_stages: as Triton means them.
         max_splits: programs that share the inputs of one output at most.
         num_slices: tiles side by side along the inputs in one program, one a warp.
+        on_hopper: of the kernel for Hopper (``linear_hopper``): 4 warps, block_k a multiple of 64.
     """
 
     block_m: int
@@ -39,6 +40,7 @@ class LinearConfig:
     num_stages: int = 1
     max_splits: int = 1
     num_slices: int = 1
+    on_hopper: bool = False
 
     def split(self, in_features: int) -> int:
         """Inputs of a program: a multiple of what it takes at a time."""
@@ -96,6 +98,47 @@ _SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
 }
 
 
+def _on_hopper(block_m: int, block_n: int, block_k: int, num_stages: int, max_splits: int = 1) -> LinearConfig:
+    return LinearConfig(block_m, block_n, block_k, 4, num_stages, max_splits, on_hopper=True)
+
+
+#: On Hopper, for what its kernel can take: 2 to 8 tokens have the first shape that it takes of block_m 8, 9 to 16 that
+#: of 16 and so on. Where there is none, that of ``_SHAPES`` was as fast, or 5 µs of the step slower (lm_head up to 16
+#: tokens). Found in the same way (benchmarks/results/h200_linear_hopper_tuning.txt). The step takes, in µs, without /
+#: with the kernel: 1,347 / 1,190 at 8 tokens, 1,420 / 1,329 at 16, 1,638 / 1,460 at 32, 1,868 / 1,602 at 64.
+_HOPPER_SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
+    (Product.WHOLE, False): (
+        _on_hopper(8, block_n=32, block_k=256, num_stages=6),
+        _on_hopper(8, block_n=64, block_k=128, num_stages=6),
+        _on_hopper(16, block_n=16, block_k=256, num_stages=6),
+        _on_hopper(32, block_n=32, block_k=256, num_stages=6),
+        _on_hopper(32, block_n=64, block_k=128, num_stages=6),
+        _on_hopper(64, block_n=64, block_k=128, num_stages=6),
+    ),
+    (Product.WHOLE, True): (
+        _on_hopper(32, block_n=64, block_k=128, num_stages=4),
+        _on_hopper(64, block_n=128, block_k=64, num_stages=4),
+    ),
+    (Product.PARTIAL, False): (
+        _on_hopper(8, block_n=64, block_k=128, num_stages=4, max_splits=3),
+        _on_hopper(16, block_n=32, block_k=256, num_stages=3, max_splits=2),
+        _on_hopper(16, block_n=64, block_k=128, num_stages=4, max_splits=3),
+        _on_hopper(32, block_n=64, block_k=128, num_stages=4, max_splits=3),
+        _on_hopper(64, block_n=64, block_k=128, num_stages=4, max_splits=3),
+    ),
+    (Product.PARTIAL, True): (
+        _on_hopper(8, block_n=128, block_k=128, num_stages=4, max_splits=10),
+        _on_hopper(32, block_n=64, block_k=256, num_stages=3, max_splits=5),
+        _on_hopper(64, block_n=64, block_k=128, num_stages=6, max_splits=5),
+    ),
+    (Product.GATED, False): (
+        _on_hopper(8, block_n=32, block_k=128, num_stages=4),
+        _on_hopper(16, block_n=64, block_k=64, num_stages=6),
+        _on_hopper(64, block_n=64, block_k=64, num_stages=4),
+    ),
+}
+
+
 def shape_class(kind: Product, out_features: int, in_features: int) -> tuple[Product, bool]:
     """What shapes are tuned for: (kind, whether it is a long one, if partial, or a wide one, if whole)."""
     is_special = {
@@ -108,7 +151,12 @@ def shape_class(kind: Product, out_features: int, in_features: int) -> tuple[Pro
 
 @functools.cache
 def choose_linear(
-    kind: Product, num_rows: int, out_features: int, in_features: int, architecture: int
+    kind: Product,
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    architecture: int,
+    smallest_hopper_tile: int | None = None,
 ) -> LinearConfig | None:
     """The shape for so many tokens; None = cuBLAS is faster.
 
@@ -118,9 +166,16 @@ def choose_linear(
         out_features: of the result: of a gated product half of the weight's rows.
         in_features: of the weight.
         architecture: of the device; 90 is sm_90.
+        smallest_hopper_tile: rows of weights that a tile of the kernel for Hopper has at least; None = it can't take
+            the operands.
     """
-    shapes = _SHAPES[shape_class(kind, out_features, in_features)]
-    config = next((shape for shape in shapes if num_rows <= shape.block_m), None)
+    product = shape_class(kind, out_features, in_features)
+    config = next((shape for shape in _SHAPES[product] if num_rows <= shape.block_m), None)
+    if smallest_hopper_tile is not None and architecture == 90 and num_rows > 1:
+        block_m = max(8, _next_power_of_2(num_rows))
+        min_block_n = smallest_hopper_tile // (2 if kind is Product.GATED else 1)
+        shapes = (shape for shape in _HOPPER_SHAPES[product] if shape.block_m == block_m)
+        config = next((shape for shape in shapes if shape.block_n >= min_block_n), config)
     if config is None:
         return None
     block_k = min(config.block_k, max(16, _next_power_of_2(in_features)))

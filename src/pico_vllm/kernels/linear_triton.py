@@ -10,7 +10,8 @@ programs, so that every SM has something to read.
   them anyway: ``add_rms_norm``. No atomics: the same numbers every time.
 - ``gated_linear_triton``: the gate and up products and SwiGLU of both in one kernel.
 
-Where cuBLAS is faster (``linear_config``) it multiplies. Contracts and references are in ``linear``.
+Where cuBLAS is faster (``linear_config``) it multiplies; on Hopper most products of two tokens and more have a kernel
+of their own (``linear_hopper``). Contracts and references are in ``linear``.
 
 Weights must be in memory for good when a product is launched: between the last write to one and the product there is a
 synchronisation, or a kernel that isn't launched early, as all of torch's are. So nothing but weights is read before the
@@ -32,6 +33,11 @@ from pico_vllm.kernels.attention_config import device_of
 from pico_vllm.kernels.linear import LinearWeight, linear_cpu
 from pico_vllm.kernels.linear_config import MAX_ROWS, LinearConfig, Product, choose_linear
 from pico_vllm.kernels.swiglu_triton import swiglu_triton
+
+try:
+    from pico_vllm.kernels.linear_hopper import launch_hopper_linear, smallest_hopper_tile
+except ImportError:  # a Triton without it: the kernels below do everything
+    launch_hopper_linear = smallest_hopper_tile = None
 
 
 @triton.jit
@@ -319,11 +325,16 @@ def _config(kind: Product, x: torch.Tensor, weight: LinearWeight, out_features: 
     if x.stride(1) != 1 or (weight.dense is not None and not weight.dense.is_contiguous()):
         return None
     architecture = device_of(x.device.index).architecture
-    return choose_linear(kind, num_rows, out_features, weight.in_features, architecture)
+    smallest_tile = smallest_hopper_tile(x, weight) if smallest_hopper_tile is not None else None
+    return choose_linear(kind, num_rows, out_features, weight.in_features, architecture, smallest_tile)
 
 
 def _launch(kind: Product, x: torch.Tensor, weight: LinearWeight, y: torch.Tensor, config: LinearConfig) -> None:
     """Products of all rows of x; writes y."""
+    if config.on_hopper:
+        assert launch_hopper_linear is not None
+        launch_hopper_linear(kind, x, weight, y, config)
+        return
     dense = weight.to_dense()
     num_rows, out_features, in_features = x.shape[0], y.shape[-1], weight.in_features
     launches_early = device_of(x.device.index).launches_early
