@@ -60,6 +60,8 @@ def test_a_kernel_that_compiles_tells_what_it_needs():
         ("add_rms_norm-bf16-1536-5_splits", 1),
         ("rms_norm-bf16-1536", 0),
         ("swiglu-bf16", 0),
+        ("greedy-bf16-4096", 0),
+        ("greedy-chunks-bf16-8192", 0),
         ("rotary_embedding_and_store_kv-bf16-16x8x128-qk_norm", 0),
     ],
 )
@@ -112,6 +114,24 @@ def test_results_on_hopper_take_the_place_of_the_ring_when_all_warps_have_multip
     after = compiled(cases[name], 90).asm["ptx"].rpartition("wgmma.wait_group.sync.aligned 0")[2]
     before_results, store, _ = re.split(r"(stmatrix|st\.shared)", after, maxsplit=1)
     assert store and "bar.sync" in before_results
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decode bf16 6x128 N 64 w 4 s 3 query_len 1",
+        "rotary decode bf16 6x128 N 64 w 4 s 2 split",
+        "rotary decode bf16 6x128 N 64 w 4 s 3",
+        "hopper prefill bf16 6x128 block 16",
+    ],
+)
+def test_attention_that_is_launched_early_writes_nothing_before_it_waits(name):
+    """What decodes read before it, lengths, block ids and older positions, can't be told apart in the PTX."""
+    before, wait, after = compiled(all_cases(90)[name], 90).asm["ptx"].partition("griddepcontrol.wait")
+    assert wait and "griddepcontrol.launch_dependents" in before
+    assert "st.global" not in before and "st.global" in after
+    reads_early = re.search(r"ld\.global|cp\.async\.c", before) is not None
+    assert reads_early is ("decode" in name)
 
 
 def test_a_kernel_is_not_launched_early_where_the_architecture_cannot():

@@ -1,9 +1,10 @@
 """How long an engine takes to start: from the start of a process to its first token, phase by phase.
 
 Each run is a process of its own that does what a user's script does, and tells how long each phase took. The first one
-finds nothing compiled, neither kernels nor Python's bytecode ("cold"), the others what it has left ("warm"), wherever
-this machine keeps such files otherwise; files that are read come from the operating system's cache if it has them.
-Imports nothing heavy: the processes are this module too.
+finds an empty Triton cache ("cold"), the others what it has left ("warm"). All find Python's bytecode, as after an
+installation: a process before them imports everything, since not every machine lets its Python keep bytecode. Files
+that are read come from the operating system's cache if it has them. Imports nothing heavy: the processes are this
+module too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from typing import Any
 from pico_vllm.errors import ConfigError
 
 PROMPT_TOKENS = 512
+_IMPORTS = """
+import contextlib
+from pico_vllm import LLM
+with contextlib.suppress(ImportError):  # no Triton
+    import pico_vllm.kernels.triton_backend
+"""
 #: Metric → what a person reads; in the order of the start. What is in none of them: the rest of the engine.
 PHASES = {
     "import_s": "imports",
@@ -39,7 +46,7 @@ class StartRun:
     """One start.
 
     Attributes:
-        how: "cold" (nothing compiled) or "warm".
+        how: "cold" (no compiled kernels) or "warm".
         seconds: of each of ``PHASES``.
         settings: of the engine.
     """
@@ -66,6 +73,7 @@ def measure_starts(
     with tempfile.TemporaryDirectory(prefix="pico-vllm-start-") as cache:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         env |= {"TRITON_CACHE_DIR": f"{cache}/kernels", "PYTHONPYCACHEPREFIX": f"{cache}/bytecode"}
+        run([sys.executable, "-c", _IMPORTS], env=env, capture_output=True, text=True, check=False)
         for index in range(1 + num_warm):
             argv = [sys.executable, "-m", "pico_vllm.bench.start", repr(time.monotonic()), model, json.dumps(options)]
             done = run(argv, env=env, capture_output=True, text=True, check=False)

@@ -82,7 +82,8 @@ def _rotary_decode_kernel(
     HALF: tl.constexpr = HEAD_DIM // 2
 
     # 1. What is there already: the length, the first tile, the angles of the new token.
-    num_old = tl.maximum(tl.load(seq_lens + seq) - 1, 0)
+    seq_len = tl.load(seq_lens + seq)
+    num_old = tl.maximum(seq_len - 1, 0)
     positions = split * BLOCK_N + tl.arange(0, BLOCK_N)
     block_table = block_tables + seq * table_stride
     blocks = load_blocks(block_table, positions, table_positions, BLOCK_SIZE)
@@ -128,7 +129,7 @@ def _rotary_decode_kernel(
         tl.store(values + stored + dims, new_v)
     new_score = tl.sum(q_a.to(tl.float32) * k_a.to(tl.float32)[None, :], axis=1)
     new_score += tl.sum(q_b.to(tl.float32) * k_b.to(tl.float32)[None, :], axis=1)
-    sees_new = is_first and tl.load(seq_lens + seq) > 0
+    sees_new = is_first and seq_len > 0
     row_max = tl.where(sees_new, new_score * qk_scale, float("-inf"))
     row_sum = tl.where(sees_new, tl.full([BLOCK_M], 1.0, dtype=tl.float32), 0.0)
     acc = tl.where(sees_new, new_v.to(tl.float32)[None, :] + tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32), 0.0)

@@ -62,9 +62,10 @@ MIXED_DECODES = (8, 64, 256)
 #: Prompts and chunks of a mixed or prompt capture, and positions of their contexts.
 PROMPT_MAX_SEQS = 8
 PROMPT_MAX_SEQ_LEN = 4095
-#: Contexts that their attention is shaped for: in splits up to 256 tokens, for which a long context would take long,
-#: and unsplit above, where the merge costs a whole prompt more than it gains.
+#: Contexts that their attention is shaped for: of few tokens so long that they are split, since a long context would
+#: take long; from so many tokens on as long as themselves, since a merge costs a whole prompt more than it gains.
 PROMPT_TYPICAL_SEQ_LEN = 2048
+WHOLE_PROMPT_TOKENS = 512
 
 #: What a pass gives.
 Tensors = tuple[torch.Tensor, ...]
@@ -89,6 +90,11 @@ def mixed_sizes(max_num_tokens: int, max_num_seqs: int) -> list[MixedSize]:
             for num_decodes in decodes[1:] if num_tokens >= 1024 and len(decodes) > 1 else decodes:
                 sizes.add(MixedSize(num_tokens, min(num_decodes, num_tokens - 1)))
     return sorted(sizes)
+
+
+def typical_seq_len(num_tokens: int) -> int:
+    """What attention of prompts is shaped for in a capture of so many tokens."""
+    return num_tokens if num_tokens >= WHOLE_PROMPT_TOKENS else PROMPT_TYPICAL_SEQ_LEN
 
 
 def _sizes_up_to(sizes: Sequence[int], most: int) -> list[int]:
@@ -371,7 +377,7 @@ class CudaGraphRunner:
             num_decode_reqs=num_decodes,
             max_query_len=size.num_tokens,
             max_seq_len=self._max_model_len,
-            prefill_seq_len=min(PROMPT_TYPICAL_SEQ_LEN, self._prompt_seq_len),
+            prefill_seq_len=min(typical_seq_len(size.num_tokens), self._prompt_seq_len),
             decode_order=sent.decode_order if num_decodes > MAX_UNORDERED_DECODES else None,
         )
 

@@ -11,9 +11,9 @@ import pytest
 import tiny_models
 from engine_runs import greedy, make_llm, with_graphs
 from pico_vllm import SamplingParams
-from pico_vllm.kernels.attention_config import choose_prefill, num_prefill_splits, select_config
+from pico_vllm.kernels.attention_config import HOPPER_BLOCK_M, choose_prefill, num_prefill_splits, select_config
 from pico_vllm.worker import cuda_graph
-from pico_vllm.worker.cuda_graph import mixed_sizes
+from pico_vllm.worker.cuda_graph import mixed_sizes, typical_seq_len
 
 PROMPTS = [[5, 6, 7], [9] * 20, [11, 3] * 8, list(range(20, 53)), [42]]
 
@@ -332,16 +332,19 @@ def test_no_size_is_larger_than_a_step(monkeypatch):
     assert mixed_sizes(7, 8) == [(7, 0), (7, 6)]
 
 
-def test_attention_of_whole_prompts_is_unsplit_where_that_is_faster(monkeypatch):
-    """Qwen2.5-1.5B (12 / 2 heads) on an H200: tiles of 64 rows, of 128 from 1536 tokens on."""
+@pytest.mark.parametrize("on_hopper", [False, True])
+def test_attention_of_whole_prompts_is_unsplit_where_that_is_faster(monkeypatch, on_hopper):
+    """Qwen2.5-1.5B (12 / 2 heads) on an H200: tiles of 64 rows, of 128 from 1536 tokens on, or Hopper's from 512 on."""
     monkeypatch.undo()
     config = select_config(90, 128, 2)
     splits = {}
     for num_tokens in cuda_graph.PROMPT_SIZES:
-        shape = choose_prefill(config, num_tokens * 12, cuda_graph.PROMPT_TYPICAL_SEQ_LEN, 132)
+        seq_len = typical_seq_len(num_tokens)
+        shape = choose_prefill(config, num_tokens * 12, seq_len, 132)
         assert shape is (config.prefill if num_tokens >= 1536 else config.short_prefill)
-        num_programs = -(-num_tokens * 6 // shape.block_m) * 2
-        splits[num_tokens] = num_prefill_splits(num_programs, cuda_graph.PROMPT_TYPICAL_SEQ_LEN, 132)
+        block_m = HOPPER_BLOCK_M if on_hopper and num_tokens >= 512 else shape.block_m
+        num_programs = -(-num_tokens * 6 // block_m) * 2
+        splits[num_tokens] = num_prefill_splits(num_programs, seq_len, 132)
     assert splits.pop(192) == 3 and splits.pop(256) == 2
     assert all(n == (4 if num_tokens <= 128 else 1) for num_tokens, n in splits.items())
 
