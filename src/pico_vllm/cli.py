@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MODEL_HELP = "Directory, .gguf file or hub id (owner/name). Default: SmolLM2-135M-Instruct, fetched once."
 REVISION_HELP = "Branch, tag or commit of a hub id."
+PREFIX_CACHING_HELP = "Keep the KV of prompts and answers; what a prompt has in common with them isn't computed again."
 MAX_TOKENS_HELP = "Tokens a step at most. Default: 16384 on a GPU, 2048 on a CPU."
 TARGET_ITL_HELP = (
     "Milliseconds a token that prompts may not delay beyond; 0 = none. Default: 5 on a GPU, more beside many."
@@ -158,6 +159,7 @@ def generate(
     max_num_seqs: Annotated[int, typer.Option(help="Prompts running at the same time at most.")] = 256,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help=MAX_TOKENS_HELP)] = None,
     target_itl_ms: Annotated[float | None, typer.Option(help=TARGET_ITL_HELP)] = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(help=PREFIX_CACHING_HELP)] = True,
 ) -> None:
     """Complete prompts: one streams as it is made, several run as one batch."""
     from pico_vllm.config import EngineConfig
@@ -177,6 +179,7 @@ def generate(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         target_itl_ms=target_itl_ms,
+        enable_prefix_caching=enable_prefix_caching,
     )
     overrides = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     chosen = {name: value for name, value in overrides.items() if value is not None}
@@ -211,6 +214,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Seed of every answer.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    enable_prefix_caching: Annotated[bool, typer.Option(help=PREFIX_CACHING_HELP)] = True,
 ) -> None:
     """Talk to a model. /reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer."""
     from pico_vllm.config import EngineConfig
@@ -221,7 +225,13 @@ def chat(
     chosen: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     chosen["max_tokens"] = max_tokens
     SamplingParams(**chosen)
-    config = EngineConfig.from_options(model=model, revision=revision, dtype=dtype.value, device=device)
+    config = EngineConfig.from_options(
+        model=model,
+        revision=revision,
+        dtype=dtype.value,
+        device=device,
+        enable_prefix_caching=enable_prefix_caching,
+    )
     with LoadingBars() as bars:
         engine = LLMEngine(config, progress=bars.update)
     params = engine.default_sampling_params(**chosen)
@@ -257,6 +267,7 @@ def batch(
     max_num_seqs: Annotated[int, typer.Option(help="Requests running at the same time at most.")] = 256,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help=MAX_TOKENS_HELP)] = None,
     target_itl_ms: Annotated[float | None, typer.Option(help=TARGET_ITL_HELP)] = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(help=PREFIX_CACHING_HELP)] = True,
 ) -> None:
     """Answer a file of requests; run it again after a crash and it goes on where it stopped."""
     from tqdm import tqdm
@@ -278,6 +289,7 @@ def batch(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 target_itl_ms=target_itl_ms,
+                enable_prefix_caching=enable_prefix_caching,
             )
             with LoadingBars() as bars:
                 engine = LLMEngine(config, progress=bars.update)

@@ -11,6 +11,7 @@ import tiny_models
 from engine_runs import greedy, make_llm
 from pico_vllm import cli
 from pico_vllm.engine.llm_engine import LLMEngine
+from pico_vllm.errors import ConfigError
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -49,6 +50,24 @@ def answer(checkpoint):
         return llm.chat(messages, greedy(max_tokens, ignore_eos=False))[0].outputs[0].text
 
     return ask
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "batch"])
+@pytest.mark.parametrize("options, enabled", [((), True), (("--no-enable-prefix-caching",), False)])
+def test_the_prefix_cache_can_be_turned_off(run, tmp_path, monkeypatch, command, options, enabled):
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}) + "\n"
+    )
+    arguments = {"generate": ["hi"], "chat": [], "batch": [tmp_path / "in.jsonl", tmp_path / "out.jsonl"]}[command]
+    seen = []
+
+    def noted(self, config, **kwargs):
+        seen.append(config.cache.enable_prefix_caching)
+        raise ConfigError("enough is known")
+
+    monkeypatch.setattr(LLMEngine, "__init__", noted)
+    code, _, err = run(command, *arguments, *options)
+    assert (code, seen) == (1, [enabled]) and "enough is known" in err
 
 
 # ----------------------------------------------------------------------------------------------------------- chat

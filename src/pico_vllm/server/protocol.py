@@ -112,7 +112,12 @@ def response_body(url: str, model: str, output: RequestOutput) -> dict[str, Any]
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
+        },
     }
 
 

@@ -54,7 +54,8 @@ def test_every_line_gets_one_answer_of_its_endpoints_form(llm, tmp_path):
     assert by_id["r0"]["object"] == "text_completion"
     assert by_id["r1"]["object"] == "chat.completion"
     assert by_id["r1"]["choices"][0]["message"]["role"] == "assistant"
-    assert by_id["r0"]["usage"] == {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
+    usage = {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
+    assert by_id["r0"]["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def test_salts_keep_requests_apart(llm, tmp_path):

@@ -1,5 +1,7 @@
 """OpenAI bodies to parameters and back."""
 
+import dataclasses
+
 import pytest
 
 from pico_vllm.errors import RequestError
@@ -108,7 +110,10 @@ def test_responses_by_hand():
     (entry,) = choice["logprobs"]["content"]
     assert (entry["token"], entry["logprob"], entry["bytes"]) == ("b", -0.5, [98])
     assert [best["token"] for best in entry["top_logprobs"]] == ["a", "b"]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    assert body["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+    cached = dataclasses.replace(output, num_cached_tokens=1)
+    assert response_body(CHAT_URL, "m", cached)["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
     (choice,) = response_body(COMPLETIONS_URL, "m", output)["choices"]
     assert choice["text"] == "b"
     assert choice["logprobs"]["token_logprobs"] == [-0.5]
