@@ -8,9 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from pico_vllm.kernels.attention import AttentionInputs, KVCacheShape
+from pico_vllm.kernels.attention_config import AttentionConfig, DecodeConfig, MergeConfig, PrefillConfig
 
 NAN = float("nan")
 ODD_SIZES = (1, 63, 100)
+
+#: Attention in tiles as small as they get, so that short contexts have many; on 4 SMs contexts are split into at most
+#: 32 / (sequences x KV heads).
+TINY_DECODE = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=8)
+TINY_PREFILL = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
+TINY_MERGES = (MergeConfig(block_rows=4, block_splits=2, block_d=64, num_warps=4), MergeConfig(2, 4, 32, 4))
+TINY_TILES = AttentionConfig((TINY_DECODE,), (TINY_DECODE,), TINY_PREFILL, TINY_PREFILL, TINY_MERGES)
 
 
 def random_tensor(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> torch.Tensor:

@@ -5,7 +5,17 @@ import dataclasses
 import pytest
 import torch
 
-from kernel_cases import NAN, Heads, PagedCase, Step, build_paged_case, with_empty_decodes
+from kernel_cases import (
+    NAN,
+    TINY_DECODE,
+    TINY_PREFILL,
+    TINY_TILES,
+    Heads,
+    PagedCase,
+    Step,
+    build_paged_case,
+    with_empty_decodes,
+)
 from kernel_implementations import (
     REFERENCE_ATTENTION,
     RUNS_TRITON,
@@ -19,7 +29,7 @@ if not RUNS_TRITON:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from pico_vllm.kernels import attention_prefill
-from pico_vllm.kernels.attention_config import AttentionConfig, DecodeConfig, Device, MergeConfig, PrefillConfig
+from pico_vllm.kernels.attention_config import AttentionConfig, Device, MergeConfig
 from pico_vllm.kernels.attention_triton import (
     TritonAttentionMetadata,
     paged_attention_triton,
@@ -28,13 +38,8 @@ from pico_vllm.kernels.attention_triton import (
 )
 
 SMALL = Heads(num_kv_heads=2, group=3, head_dim=64, block_size=16)
-DECODE = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=8)
-PACKED = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
-UNPACKED = dataclasses.replace(PACKED, packs_group=False)
-#: Tiles as small as they get, so that short contexts have many; 2 decodes x 2 KV heads are split into at most 8.
-MERGES = (MergeConfig(block_rows=4, block_splits=2, block_d=64, num_warps=4), MergeConfig(2, 4, 32, 4))
-TINY = AttentionConfig((DECODE,), (DECODE,), PACKED, PACKED, MERGES)
-TINY_UNPACKED = AttentionConfig((DECODE,), (DECODE,), UNPACKED, UNPACKED, MERGES)
+UNPACKED = dataclasses.replace(TINY_PREFILL, packs_group=False)
+TINY_UNPACKED = dataclasses.replace(TINY_TILES, prefill=UNPACKED, short_prefill=UNPACKED)
 FOUR_SMS = Device(architecture=0, num_sms=4)
 
 
@@ -73,7 +78,7 @@ TILED_STEPS = {
 @pytest.mark.parametrize("step", TILED_STEPS.values(), ids=TILED_STEPS.keys())
 def test_many_tiles_and_splits_are_near_the_oracle(step):
     case = build(step)
-    assert_near_oracle("attention", attend(case, config=TINY), oracle(case))
+    assert_near_oracle("attention", attend(case, config=TINY_TILES), oracle(case))
 
 
 @pytest.mark.parametrize("name", ["prompts", "chunks", "mixed"])
@@ -84,9 +89,9 @@ def test_query_tiles_of_one_head_each_are_near_the_oracle(name):
 
 @pytest.mark.parametrize("name", ["chunks", "mixed"])
 def test_one_loop_for_full_and_diagonal_tiles_is_near_the_oracle(name):
-    one_loop = dataclasses.replace(PACKED, separates_diagonal=False)
+    one_loop = dataclasses.replace(TINY_PREFILL, separates_diagonal=False)
     case = build(TILED_STEPS[name])
-    config = dataclasses.replace(TINY, prefill=one_loop, short_prefill=one_loop)
+    config = dataclasses.replace(TINY_TILES, prefill=one_loop, short_prefill=one_loop)
     assert_near_oracle("attention", attend(case, config=config), oracle(case))
 
 
@@ -103,12 +108,12 @@ def test_one_loop_for_full_and_diagonal_tiles_is_near_the_oracle(name):
 )
 def test_every_head_dim_group_and_block_size_is_near_the_oracle(heads, packs_group):
     case = build(Step(((1, 1), (1, 63), (1, 65), (5, 40), (16, 16)), 3, num_padded_tokens=1), heads)
-    assert_near_oracle("attention", attend(case, config=TINY if packs_group else TINY_UNPACKED), oracle(case))
+    assert_near_oracle("attention", attend(case, config=TINY_TILES if packs_group else TINY_UNPACKED), oracle(case))
 
 
 def with_decode(**changes: object) -> AttentionConfig:
-    decode = dataclasses.replace(DECODE, **changes)
-    return dataclasses.replace(TINY, decodes=(decode,), short_decodes=(decode,))
+    decode = dataclasses.replace(TINY_DECODE, **changes)
+    return dataclasses.replace(TINY_TILES, decodes=(decode,), short_decodes=(decode,))
 
 
 @pytest.mark.parametrize("merge", [MergeConfig(4, 2, 64, 4), MergeConfig(1, 8, 16, 2), MergeConfig(16, 16, 128, 4)])
@@ -153,14 +158,14 @@ def test_prefill_in_splits_is_near_the_oracle(monkeypatch, num_splits):
     monkeypatch.setattr(attention_prefill, "num_prefill_splits", lambda *_: num_splits)
     lens = ((1, 50), (1, 1), (1, 1), (18, 18), (1, 33), (7, 100))
     case = build(Step(lens, 1, num_padded_tokens=3, num_padded_seqs=2, bound_slack=99))
-    assert_near_oracle("attention", attend(case, config=TINY), oracle(case))
+    assert_near_oracle("attention", attend(case, config=TINY_TILES), oracle(case))
 
 
 def test_prefill_in_splits_leaves_the_decodes_to_the_decode_kernel(monkeypatch):
     """Under speculation the host doesn't know how many tokens are decodes'; both merges look at all of them."""
     monkeypatch.setattr(attention_prefill, "num_prefill_splits", lambda *_: 3)
     case = build(Step(((8, 17), (2, 50), (20, 90), (5, 7)), 2, num_padded_tokens=3))
-    assert_near_oracle("attention", attend(case, config=TINY, decode_query_len=8), oracle(case))
+    assert_near_oracle("attention", attend(case, config=TINY_TILES, decode_query_len=8), oracle(case))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -169,7 +174,7 @@ def test_bounds_far_above_the_lengths_change_nothing_but_the_launch(dtype):
     case = build(Step(((1, 40), (1, 3), (7, 20)), 2), dtype=dtype)
     for max_seq_len in (40, 4096):
         bounds = {"max_seq_len": max_seq_len, "prefill_seq_len": max_seq_len}
-        assert_near_oracle("attention", attend(case, config=TINY, **bounds), oracle(case))
+        assert_near_oracle("attention", attend(case, config=TINY_TILES, **bounds), oracle(case))
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -189,7 +194,7 @@ def test_prefills_are_shaped_for_a_length_of_their_own(monkeypatch):
     monkeypatch.setattr(attention_prefill, "num_prefill_splits", lambda _, seq_len, *rest: seen.append(seq_len) or 2)
     case = build(Step(((1, 100), (17, 40)), 1))
     inputs = dataclasses.replace(case.inputs, prefill_seq_len=20)
-    out = attend(dataclasses.replace(case, inputs=inputs), config=TINY)
+    out = attend(dataclasses.replace(case, inputs=inputs), config=TINY_TILES)
     assert_near_oracle("attention", out, oracle(case))
     assert seen == [20]
 
@@ -199,12 +204,12 @@ def test_decodes_of_several_query_tokens_are_causal_among_them(num_decodes):
     """Speculation: 1 to 8 tokens a decode. Of 17 positions, the second tile of 16 is past all query tokens but one."""
     lens = ((8, 17), (1, 33), (8, 8), (3, 100), (5, 64))[:num_decodes]
     case = build(Step((*lens, (20, 23)), num_decodes, num_padded_tokens=3))
-    assert_near_oracle("attention", attend(case, config=TINY, decode_query_len=8), oracle(case))
+    assert_near_oracle("attention", attend(case, config=TINY_TILES, decode_query_len=8), oracle(case))
 
 
 def test_several_query_tokens_in_one_pass_or_in_many_splits_agree():
     case = build(Step(((4, 100), (2, 17)), 2))
-    for config in (with_decode(programs_per_sm=1), TINY):
+    for config in (with_decode(programs_per_sm=1), TINY_TILES):
         assert_near_oracle("attention", attend(case, config=config, decode_query_len=4), oracle(case))
 
 
@@ -214,7 +219,7 @@ def test_every_query_tile_finds_its_sequence(monkeypatch, search_block):
     monkeypatch.setattr(attention_prefill, "SEARCH_BLOCK", search_block)
     lens = ((1, 1), (5, 5), (6, 6), (16, 16), (1, 9), (17, 30), (2, 2))
     case = build(Step(lens, 0, num_padded_tokens=23, num_padded_seqs=4), Heads(1, 3, 16, 16))
-    assert_near_oracle("attention", attend(case, config=TINY), oracle(case))
+    assert_near_oracle("attention", attend(case, config=TINY_TILES), oracle(case))
 
 
 @pytest.mark.parametrize("num_decode_reqs", [0, 2])
@@ -229,7 +234,9 @@ def test_empty_sequences_among_others_give_zeros_and_disturb_nobody(num_decode_r
     slots = case.inputs.slot_mapping.clone()
     slots[tokens] = -1
     inputs = dataclasses.replace(case.inputs, seq_lens=seq_lens, slot_mapping=slots)
-    metadata = dataclasses.replace(prepare_attention_triton(inputs, SMALL.cache_shape), config=TINY, device=FOUR_SMS)
+    metadata = dataclasses.replace(
+        prepare_attention_triton(inputs, SMALL.cache_shape), config=TINY_TILES, device=FOUR_SMS
+    )
     expected = oracle(case)
     expected[tokens] = 0.0
     case.projected.qkv[tokens] = NAN

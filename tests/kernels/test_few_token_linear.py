@@ -217,7 +217,7 @@ def test_what_lies_behind_tokens_weights_and_bias_is_never_read(op, impl, num_to
 @pytest.mark.parametrize("num_tokens", [2, 16, 33])
 @each_op_and_implementation
 def test_nan_in_one_row_spoils_only_that_row(op, impl, num_tokens):
-    if impl.name == "cpu":
+    if impl.name == "cpu" and num_tokens == 33 and torch.__version__.startswith("2.11"):
         pytest.skip("torch's own product: 2.11 spreads it over 33 bf16 rows on some CPUs")
     case = build(num_tokens, 131, 70, dtype=torch.bfloat16, device=impl.device)
     clean = case.run(impl.op)

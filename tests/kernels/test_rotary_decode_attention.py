@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kernel_cases import NAN, Heads, PagedCase, Step, build_paged_case
+from kernel_cases import NAN, TINY_DECODE, TINY_TILES, Heads, PagedCase, Step, build_paged_case
 from kernel_implementations import (
     IMPLEMENTATIONS,
     REFERENCE_ATTENTION,
@@ -19,7 +19,7 @@ from kernel_implementations import (
     each_implementation_and_dtype,
     uninitialised_memory_is_nan,
 )
-from pico_vllm.kernels.attention_config import AttentionConfig, DecodeConfig, Device, MergeConfig, PrefillConfig
+from pico_vllm.kernels.attention_config import Device
 from pico_vllm.kernels.rotary_embedding_and_store_kv import QKNorm, rotary_embedding_and_store_kv_reference
 
 GEOMETRIES = (
@@ -141,11 +141,8 @@ def test_a_token_whose_kv_is_cached_already_attends_and_is_not_stored(impl):
 
 needs_triton = pytest.mark.skipif(not RUNS_TRITON, reason="needs a GPU or TRITON_INTERPRET=1")
 TRITON_DECODE = IMPLEMENTATIONS["rotary_decode_attention"][-1].op
-#: Tiles as small as they get, so that short contexts have many.
-DECODE = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=8, rotates=True)
-MERGES = (MergeConfig(block_rows=4, block_splits=2, block_d=64, num_warps=4), MergeConfig(2, 4, 32, 4))
-PREFILL = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
-TINY = AttentionConfig((DECODE,), (DECODE,), PREFILL, PREFILL, MERGES)
+DECODE = dataclasses.replace(TINY_DECODE, rotates=True)
+TINY = dataclasses.replace(TINY_TILES, decodes=(DECODE,), short_decodes=(DECODE,))
 
 
 @each_implementation("rotary_decode_attention")

@@ -1,26 +1,20 @@
 """The search of benchmarks/tune_decode_attention.py."""
 
-import importlib.util
+import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
+from benchmark_scripts import load_script
 from kernel_implementations import RUNS_TRITON
 
 if not RUNS_TRITON:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "tune_decode_attention.py"
-
 
 @pytest.fixture(scope="module")
 def tuning():
-    spec = importlib.util.spec_from_file_location("tune_decode_attention", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tune_decode_attention")
 
 
 def test_a_tiny_model_is_tuned_and_every_candidate_recorded(tuning, tmp_path, monkeypatch, capsys):
@@ -48,29 +42,17 @@ def test_the_fastest_candidate_comes_first_and_a_candidate_that_fails_is_left_ou
                 raise ValueError("out of resource")
             return decode.block_n / 100 + decode.max_splits / 10 + decode.num_stages / 1000 - decode.rotates / 10000
 
+    @dataclasses.dataclass
     class Metadata:
-        pass
+        config: object = None
 
-    monkeypatch.setattr(tuning, "TRITON", tuning.dataclasses.replace(tuning.TRITON, prepare_attention=lambda *_: 0))
-    monkeypatch.setattr(tuning.dataclasses, "replace", _replace(tuning.dataclasses.replace, Metadata))
+    triton = dataclasses.replace(tuning.TRITON, prepare_attention=lambda *_: Metadata())
+    monkeypatch.setattr(tuning, "TRITON", triton)
     found = tuning.tune(Step(), [100] * 4, 1024, None)
     best = list(found["candidates_us"])
     assert best[0] == "tiles of 32, warps 2, stages 2, splits 1, rotates"
     assert found["now_us"] == 1e6
     assert not any("warps 8" in shape for shape in best)
-
-
-def _replace(replace, metadata):
-    """``dataclasses.replace`` that takes the 0 which stands for metadata here."""
-
-    def call(instance, **changes):
-        if instance != 0:
-            return replace(instance, **changes)
-        made = metadata()
-        made.config = changes["config"]
-        return made
-
-    return call
 
 
 @pytest.mark.parametrize("num_seqs", [1, 64, 256])

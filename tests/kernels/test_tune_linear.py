@@ -1,12 +1,11 @@
 """The search of benchmarks/tune_linear.py, with costs of our own in place of a GPU's."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
+from benchmark_scripts import load_script
 from kernel_implementations import RUNS_TRITON
 from pico_vllm.kernels import linear_config
 from pico_vllm.kernels.linear_config import LinearConfig, Product
@@ -14,17 +13,12 @@ from pico_vllm.kernels.linear_config import LinearConfig, Product
 if not RUNS_TRITON:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "tune_linear.py"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def tuning():
-    spec = importlib.util.spec_from_file_location("tune_linear", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tune_linear")
 
 
 @pytest.fixture

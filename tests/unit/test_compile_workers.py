@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="triton isn't installed")
 
 from pico_vllm.kernels import compile_workers
 from pico_vllm.kernels.compile_workers import CompileWorkers, num_workers

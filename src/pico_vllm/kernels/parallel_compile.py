@@ -57,6 +57,7 @@ class _CompileMode(triton.AsyncCompileMode):
 
     executor: _Compilers
 
+    # Tritons differ in what comes after the key.
     def submit(self, key: Any, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Compile in a thread, unless the same is being compiled."""
         self.executor.next_key = key
