@@ -1,6 +1,6 @@
 """The products of few tokens at every shape of Qwen2.5-1.5B, SmolLM2-135M and Qwen3-0.6B.
 
-On sm_90 those of the kernel for Hopper and, for what it doesn't take, of the others.
+On sm_90 those of the kernels for Hopper and, for what these don't take, of the others.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from pico_vllm.kernels.linear_config import LinearConfig, Product, choose_linear
 
 def compile_cases(architecture: int) -> list[CompileCase]:
     """One case a number of tokens at which the launch shape changes, a product and a model; bf16."""
-    return [
+    few = [
         _hopper_case(f"hopper linear {model} {shape.name}", shape, config)
         if config.on_hopper
         else _case(f"linear {model} {shape.name}", shape, num_rows, config, architecture)
         for model, shapes in MODELS.items()
         for shape in shapes
-        for num_rows in (1, 8, 16, 32, 64)
+        for num_rows in (1, 8, 16, 32, 64, 128)
         for config in _configs(shape, num_rows, architecture)
     ]
+    if architecture != 90 or linear_triton.launch_hopper_gated is None:
+        return few
+    gated = ((model, shape) for model, shapes in MODELS.items() for shape in shapes if shape.kind is Product.GATED)
+    return few + [_hopper_gated_case(f"hopper many gated {model}", shape) for model, shape in gated]
 
 
 def _configs(shape: ProductShape, num_rows: int, architecture: int) -> list[LinearConfig]:
@@ -98,5 +102,24 @@ def _hopper_case(name: str, shape: ProductShape, config: LinearConfig) -> Compil
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
         },
+        divisible=("out_features",),
+    )
+
+
+def _hopper_gated_case(name: str, shape: ProductShape) -> CompileCase:
+    from pico_vllm.kernels import gated_linear_hopper as gated
+
+    steps, block_m = shape.in_features // gated._BLOCK_K.value, gated.GATED_BLOCK_M
+    return CompileCase(
+        name=name,
+        kernel=gated._hopper_gated_kernel,
+        signature={
+            "weight": f"tensordesc<bf16[4, 2, 8, 64],{gated._WEIGHTS.value!r}>",
+            "x": f"tensordesc<bf16[{block_m}, 64],{gated._SWIZZLED.value!r}>",
+            "bias": "*bf16",
+            "y": f"tensordesc<bf16[{block_m}, 32],{gated._RESULTS.value!r}>",
+            **dict.fromkeys(("out_features", "num_tiles", "num_token_tiles", "num_output_tiles"), "i32"),
+        },
+        constexprs={"STEPS": steps, "NUM_STAGES": gated._STAGES.value, "HAS_BIAS": shape.has_bias},
         divisible=("out_features",),
     )

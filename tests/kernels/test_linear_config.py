@@ -81,8 +81,9 @@ def test_the_smallest_tile_that_holds_all_tokens_is_taken_then_cublas(shape, num
 
 
 def test_a_tile_is_found_up_to_the_bound_and_for_no_token_beyond_it():
-    largest = max(config.block_m for shapes in linear_config._SHAPES.values() for config in shapes)
-    assert largest == MAX_ROWS
+    tables = (linear_config._SHAPES, linear_config._HOPPER_SHAPES)
+    largest = [max(config.block_m for shapes in table.values() for config in shapes) for table in tables]
+    assert largest == [64, MAX_ROWS]
 
 
 def test_long_and_wide_products_have_shapes_of_their_own():
@@ -142,25 +143,35 @@ HOPPER_CONFIGS = [(kind, config) for (kind, _), shapes in linear_config._HOPPER_
         (QKV, 33, (64, 64)),
         (QKV, 64, (64, 64)),
         (QKV, 65, None),
+        (QKV, 96, None),
+        (QKV, 97, (128, 32)),
+        (QKV, 128, (128, 32)),
         (O_PROJ, 8, (8, 64)),
         (O_PROJ, 16, (16, 32)),
         (O_PROJ, 32, (32, 64)),
         (O_PROJ, 64, (64, 64)),
-        (O_PROJ, 65, None),
+        (O_PROJ, 65, (128, 64)),
+        (O_PROJ, 128, (128, 64)),
+        (O_PROJ, 129, None),
         (GATE_UP, 8, (8, 32)),
         (GATE_UP, 16, (16, 64)),
         (GATE_UP, 17, None),
         (GATE_UP, 32, None),
         (GATE_UP, 33, (64, 64)),
+        (GATE_UP, 65, None),
         (DOWN, 8, (8, 128)),
         (DOWN, 9, None),
         (DOWN, 16, None),
         (DOWN, 17, (32, 64)),
         (DOWN, 64, (64, 64)),
+        (DOWN, 65, (128, 64)),
+        (DOWN, 128, (128, 64)),
+        (DOWN, 129, None),
         (LM_HEAD, 8, None),
         (LM_HEAD, 16, None),
         (LM_HEAD, 17, (32, 64)),
         (LM_HEAD, 64, (64, 128)),
+        (LM_HEAD, 65, None),
     ],
 )
 def test_the_kernel_for_hopper_takes_some_numbers_of_tokens_and_the_rest_is_as_without_it(shape, num_rows, tile):
@@ -182,7 +193,9 @@ def test_where_a_tile_must_have_64_rows_only_those_shapes_are_taken():
         config = choose_linear(shape.kind, num_rows, shape.out_features, shape.in_features, 90, 64)
         return config.on_hopper, config.block_n
 
-    assert [tile(QKV, n) for n in (8, 16, 32, 64)] == [(True, 64), (False, 16), (True, 64), (True, 64)]
+    assert [tile(QKV, n) for n in (8, 16, 32, 64, 128)] == [
+        (True, 64), (False, 16), (True, 64), (True, 64), (True, 64),
+    ]  # fmt: skip
     assert tile(O_PROJ, 16) == (True, 64)
     assert tile(GATE_UP, 8) == (True, 32)  # 32 gates and 32 ups
 
@@ -196,12 +209,36 @@ def test_few_inputs_take_a_step_of_hopper_no_longer_than_they_need():
 def test_shapes_of_hopper_are_what_its_instructions_and_copies_take_and_fit(kind, config):
     rows = config.block_n * (2 if kind is Product.GATED else 1)
     assert config.on_hopper and (config.num_warps, config.num_slices) == (4, 1)
-    assert config.block_m in (8, 16, 32, 64) and rows in (16, 32, 64, 128)
+    assert config.block_m in (8, 16, 32, 64, 128) and rows in (16, 32, 64, 128)
     assert config.block_k % 64 == 0 and config.block_k // 64 in (1, 2, 4)
     assert kind is Product.PARTIAL or config.max_splits == 1
     behind = max(0, 64 - rows) * 2 * config.block_k  # what an instruction reads beyond the last tile, in whole stages
     shared = config.num_stages * 2 * config.block_k * (rows + config.block_m) + behind + 1024
     assert shared <= SHARED_BYTES[90]
+
+
+@pytest.mark.parametrize(
+    "num_rows, out_features, takes",
+    [
+        (65, 8960, True),  # one tile of tokens: 94 of 132 SMs have one
+        (128, 8960, True),
+        (129, 8960, False),  # 188 tiles: 1.4 waves
+        (256, 8960, False),
+        (384, 8960, False),
+        (512, 8960, True),  # 376 tiles: 2.85 waves
+        (640, 8960, True),
+        (896, 8960, True),
+        (1024, 8960, True),
+        (2048, 8960, True),
+        (8192, 8960, True),
+        (128, 1536, True),
+        (512, 1536, False),  # 64 tiles
+        (1024, 1536, True),  # 128 tiles
+        (1152, 1536, False),  # 144 tiles
+    ],
+)
+def test_tiles_of_many_gated_tokens_are_taken_where_they_fill_an_h200(num_rows, out_features, takes):
+    assert linear_config.takes_gated_tiles(num_rows, out_features, 132) is takes
 
 
 @pytest.mark.parametrize("config", [config for shapes in linear_config._SHAPES.values() for config in shapes])

@@ -102,6 +102,20 @@ def test_a_product_on_hopper_fills_its_ring_with_weights_and_reads_nothing_else_
     assert "st.global" in after
 
 
+def test_gated_products_of_many_tokens_fill_their_ring_with_weights_and_read_nothing_else_before_they_wait():
+    """By the PTX: weights have four dimensions, tokens and results two; three consumers, five stages."""
+    cases = all_cases(90)
+    if "hopper many gated Qwen2.5-1.5B" not in cases:
+        pytest.skip("this triton's Gluon is another")
+    ptx = compiled(cases["hopper many gated Qwen2.5-1.5B"], 90).asm["ptx"]
+    before, wait, after = ptx.partition("griddepcontrol.wait")
+    assert wait and "griddepcontrol.launch_dependents" in ptx
+    copies = [re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", part) for part in (before, after)]
+    assert copies == [["4"] * 15, ["2"] * 5 + ["4"] * 3 + ["2"]]
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global", ptx)) == 3
+    assert not re.search(r"ld\.global|st\.global|\bred\.|\batom\.", ptx)
+
+
 @pytest.mark.parametrize(
     "name", ["gate_up 8x32x128", "gate_up 16x64x64", "gate_up 64x64x64", "lm_head 32x64x128", "qkv 32x32x256"]
 )

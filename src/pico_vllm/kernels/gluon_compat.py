@@ -20,8 +20,9 @@ if not (3, 6) <= _VERSION <= (3, 9):
 #: ``reinterpret`` may give a view that reaches beyond the one it is given.
 REINTERPRETS_BEYOND = _VERSION <= (3, 7)
 
-# What 3.6 calls thread_barrier, async_copy_global_to_shared and _reinterpret.
+# What 3.6 calls thread_barrier, async_copy_global_to_shared, async_copy_shared_to_global and _reinterpret.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 _memory = gl.shared_memory_descriptor
 reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret

@@ -28,7 +28,7 @@ class LinearWeight:
         dense: [out_features, in_features], or None when only ``packed`` is kept.
         packed: the backend's own layout of the same matrix, or None.
         bias: [out_features] or None.
-        descriptors: what a kernel copies tiles of ``dense`` by, once it was launched (``linear_hopper``).
+        descriptors: what kernels for Hopper copy tiles of ``dense`` by, once they were launched.
     """
 
     in_features: int

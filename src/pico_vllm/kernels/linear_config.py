@@ -53,13 +53,13 @@ class LinearConfig:
         return -(-in_features // self.split(in_features))
 
 
-#: Tokens from which cuBLAS is faster for every product.
-MAX_ROWS = 64
+#: Tokens of any shape here; of more, cuBLAS is faster.
+MAX_ROWS = 128
 #: Products with so many inputs have shapes of their own (down projections), and so have those with so many outputs
 #: (lm_head).
 _LONG, _WIDE = 4096, 32768
 
-#: (kind, long or wide) → by growing block_m; past the last, cuBLAS. Tuned one by one inside the whole captured decode
+#: (kind, long or wide) → by growing block_m; past the last (64 tokens at most), cuBLAS. Tuned one by one inside the whole captured decode
 #: step of Qwen2.5-1.5B on an H200, 600 tokens of context (benchmarks/results/h200_linear_tuning.json has every
 #: candidate). The step takes, in µs, with these / with cuBLAS everywhere: 1,080 / 1,570 at 1 token, 1,545 / 1,830 at
 #: 16, 1,685 / 1,820 at 32, 1,860 / 2,000 at 64.
@@ -105,7 +105,8 @@ def _on_hopper(block_m: int, block_n: int, block_k: int, num_stages: int, max_sp
 #: On Hopper, for what its kernel can take: 2 to 8 tokens have the first shape that it takes of block_m 8, 9 to 16 that
 #: of 16 and so on. Where there is none, that of ``_SHAPES`` was as fast, or 5 µs of the step slower (lm_head up to 16
 #: tokens). Found in the same way (benchmarks/results/h200_linear_hopper_tuning.txt). The step takes, in µs, without /
-#: with the kernel: 1,347 / 1,190 at 8 tokens, 1,420 / 1,329 at 16, 1,638 / 1,460 at 32, 1,868 / 1,602 at 64.
+#: with the kernel: 1,347 / 1,190 at 8 tokens, 1,420 / 1,329 at 16, 1,638 / 1,460 at 32, 1,868 / 1,602 at 64; with the
+#: one for gated products of many tokens too (h200_gated_hopper_tuning.txt), 2,378 / 2,211 at 96, 2,621 / 2,338 at 128.
 _HOPPER_SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
     (Product.WHOLE, False): (
         _on_hopper(8, block_n=32, block_k=256, num_stages=6),
@@ -114,6 +115,8 @@ _HOPPER_SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
         _on_hopper(32, block_n=32, block_k=256, num_stages=6),
         _on_hopper(32, block_n=64, block_k=128, num_stages=6),
         _on_hopper(64, block_n=64, block_k=128, num_stages=6),
+        _on_hopper(128, block_n=32, block_k=128, num_stages=4),
+        _on_hopper(128, block_n=64, block_k=64, num_stages=6),
     ),
     (Product.WHOLE, True): (
         _on_hopper(32, block_n=64, block_k=128, num_stages=4),
@@ -125,11 +128,13 @@ _HOPPER_SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
         _on_hopper(16, block_n=64, block_k=128, num_stages=4, max_splits=3),
         _on_hopper(32, block_n=64, block_k=128, num_stages=4, max_splits=3),
         _on_hopper(64, block_n=64, block_k=128, num_stages=4, max_splits=3),
+        _on_hopper(128, block_n=64, block_k=128, num_stages=4, max_splits=3),
     ),
     (Product.PARTIAL, True): (
         _on_hopper(8, block_n=128, block_k=128, num_stages=4, max_splits=10),
         _on_hopper(32, block_n=64, block_k=256, num_stages=3, max_splits=5),
         _on_hopper(64, block_n=64, block_k=128, num_stages=6, max_splits=5),
+        _on_hopper(128, block_n=64, block_k=128, num_stages=3, max_splits=5),
     ),
     (Product.GATED, False): (
         _on_hopper(8, block_n=32, block_k=128, num_stages=4),
@@ -137,6 +142,14 @@ _HOPPER_SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
         _on_hopper(64, block_n=64, block_k=64, num_stages=4),
     ),
 }
+
+#: Tokens of which cuBLAS multiplies qkv faster all the same: 3 µs a product, as much as it is slower from 97 on.
+_CUBLAS_WHOLE = range(65, 97)
+
+#: A tile of the kernel for Hopper that multiplies many tokens and gates: tokens, outputs.
+GATED_BLOCK_M, GATED_BLOCK_N = 128, 96
+#: Share of the SMs' time that its tiles must fill: with less, cuBLAS and SwiGLU after it are faster.
+_MIN_FILL = 0.85
 
 
 def shape_class(kind: Product, out_features: int, in_features: int) -> tuple[Product, bool]:
@@ -158,7 +171,7 @@ def choose_linear(
     architecture: int,
     smallest_hopper_tile: int | None = None,
 ) -> LinearConfig | None:
-    """The shape for so many tokens; None = cuBLAS is faster.
+    """The shape for so many tokens; None = cuBLAS is faster, or for a gated product ``takes_gated_tiles``.
 
     Args:
         kind: of the product.
@@ -171,7 +184,8 @@ def choose_linear(
     """
     product = shape_class(kind, out_features, in_features)
     config = next((shape for shape in _SHAPES[product] if num_rows <= shape.block_m), None)
-    if smallest_hopper_tile is not None and architecture == 90 and num_rows > 1:
+    is_cublas = product == (Product.WHOLE, False) and num_rows in _CUBLAS_WHOLE
+    if smallest_hopper_tile is not None and architecture == 90 and num_rows > 1 and not is_cublas:
         block_m = max(8, _next_power_of_2(num_rows))
         min_block_n = smallest_hopper_tile // (2 if kind is Product.GATED else 1)
         shapes = (shape for shape in _HOPPER_SHAPES[product] if shape.block_m == block_m)
@@ -182,6 +196,22 @@ def choose_linear(
     # Tuned for 227 KB of shared memory; others have 99.
     num_stages = config.num_stages if architecture == 90 else min(config.num_stages, 2)
     return dataclasses.replace(config, block_k=block_k, num_stages=num_stages)
+
+
+def takes_gated_tiles(num_rows: int, out_features: int, num_sms: int) -> bool:
+    """Whether a gated product is faster in the tiles of the kernel for many tokens than in two ops.
+
+    Tiles are computed in waves, one on each SM at a time, and of the last wave some SMs have none. Of one tile of tokens
+    the weights are read once whatever the waves, and that is what takes the time.
+
+    Args:
+        num_rows: tokens, more than ``choose_linear`` has a shape for.
+        out_features: of the result.
+        num_sms: of the device.
+    """
+    num_token_tiles = -(-num_rows // GATED_BLOCK_M)
+    num_tiles = num_token_tiles * -(-out_features // GATED_BLOCK_N)
+    return num_token_tiles == 1 or num_tiles >= _MIN_FILL * num_sms * -(-num_tiles // num_sms)
 
 
 def _next_power_of_2(n: int) -> int:

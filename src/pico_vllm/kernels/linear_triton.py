@@ -10,8 +10,9 @@ programs, so that every SM has something to read.
   them anyway: ``add_rms_norm``. No atomics: the same numbers every time.
 - ``gated_linear_triton``: the gate and up products and SwiGLU of both in one kernel.
 
-Where cuBLAS is faster (``linear_config``) it multiplies; on Hopper most products of two tokens and more have a kernel
-of their own (``linear_hopper``). Contracts and references are in ``linear``.
+Where cuBLAS is faster (``linear_config``) it multiplies. On Hopper most products of two tokens and more have a kernel of
+their own (``linear_hopper``), and gated ones of many tokens another (``gated_linear_hopper``). Contracts and references
+are in ``linear``.
 
 Weights must be in memory for good when a product is launched: between the last write to one and the product there is a
 synchronisation, or a kernel that isn't launched early, as all of torch's are. So nothing but weights is read before the
@@ -31,13 +32,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pico_vllm.kernels.attention_config import device_of
 from pico_vllm.kernels.linear import LinearWeight, linear_cpu
-from pico_vllm.kernels.linear_config import MAX_ROWS, LinearConfig, Product, choose_linear
+from pico_vllm.kernels.linear_config import MAX_ROWS, LinearConfig, Product, choose_linear, takes_gated_tiles
 from pico_vllm.kernels.swiglu_triton import swiglu_triton
 
 try:
+    from pico_vllm.kernels.gated_linear_hopper import launch_hopper_gated
     from pico_vllm.kernels.linear_hopper import launch_hopper_linear, smallest_hopper_tile
-except ImportError:  # a Triton without it: the kernels below do everything
-    launch_hopper_linear = smallest_hopper_tile = None
+except ImportError:  # a Triton without Gluon: the kernels below do everything
+    launch_hopper_gated = launch_hopper_linear = smallest_hopper_tile = None
 
 
 @triton.jit
@@ -307,14 +309,27 @@ def partial_linear_triton(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor
 
 
 def gated_linear_triton(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-    """``gated_linear_reference``; of few tokens in one kernel."""
+    """``gated_linear_reference``; in one kernel of few tokens, and on Hopper of many."""
     out_features = weight.out_features // 2
     config = _config(Product.GATED, x, weight, out_features)
-    if config is None:
+    if config is None and not _takes_hopper_gated(x, weight):
         return swiglu_triton(linear_cpu(x, weight))
     y = torch.empty((x.shape[0], out_features), dtype=x.dtype, device=x.device)
-    _launch(Product.GATED, x, weight, y, config)
+    if config is not None:
+        _launch(Product.GATED, x, weight, y, config)
+    else:
+        assert launch_hopper_gated is not None
+        launch_hopper_gated(x, weight, y)
     return y
+
+
+def _takes_hopper_gated(x: torch.Tensor, weight: LinearWeight) -> bool:
+    """Whether the kernel for many tokens on Hopper can take them, and is faster."""
+    device = device_of(x.device.index)
+    if smallest_hopper_tile is None or device.architecture != 90 or x.shape[0] == 0 or weight.out_features % 16:
+        return False
+    takes = takes_gated_tiles(x.shape[0], weight.out_features // 2, device.num_sms)
+    return takes and smallest_hopper_tile(x, weight) is not None
 
 
 def _config(kind: Product, x: torch.Tensor, weight: LinearWeight, out_features: int) -> LinearConfig | None:
