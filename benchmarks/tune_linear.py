@@ -33,7 +33,15 @@ from pico_vllm.environment import collect_environment
 from pico_vllm.kernels import linear_triton
 from pico_vllm.kernels.attention_config import device_of
 from pico_vllm.kernels.linear import LinearWeight, linear_reference
-from pico_vllm.kernels.linear_config import LinearConfig, Product, choose_linear, shape_class
+from pico_vllm.kernels.linear_config import (
+    GATED_BLOCK_M,
+    GATED_BLOCK_N,
+    LinearConfig,
+    Product,
+    choose_linear,
+    shape_class,
+    takes_gated_tiles,
+)
 from pico_vllm.kernels.parallel_compile import compiling_only
 from pico_vllm.kernels.swiglu import swiglu_reference
 from pico_vllm.kernels.triton_backend import TRITON
@@ -89,7 +97,7 @@ _SLICED: dict[_Class, dict[str, tuple[int, ...]]] = {
     (Product.GATED, False): {"max_splits": (1,)},
 }
 _SLICED_TILES = {"block_n": (16, 32), "block_k": (64, 128, 256), "num_stages": (2, 3)}
-#: Of 2 to 64 tokens on Hopper, for the kernel that it has.
+#: Of 2 to 128 tokens on Hopper, for the kernel that it has.
 _HOPPER: dict[_Class, dict[str, tuple[int, ...]]] = {
     (Product.WHOLE, False): {"block_n": (16, 32, 64), "block_k": (128, 256), "num_stages": (4, 6, 8)},
     (Product.WHOLE, True): {"block_n": (64, 128), "block_k": (64, 128), "num_stages": (3, 4, 6)},
@@ -99,6 +107,8 @@ _HOPPER: dict[_Class, dict[str, tuple[int, ...]]] = {
     | {"max_splits": (5, 7, 10)},
     (Product.GATED, False): {"block_n": (32, 64), "block_k": (64, 128), "num_stages": (3, 4, 6)},
 }
+#: Stands for the kernel for gated products of many tokens there, which has one shape.
+_GATED_TILES = LinearConfig(GATED_BLOCK_M, GATED_BLOCK_N, block_k=64, num_warps=4, num_stages=5, on_hopper=True)
 _OPS: dict[Product, str] = {
     Product.WHOLE: "linear",
     Product.PARTIAL: "partial_linear",
@@ -132,7 +142,9 @@ def main() -> None:
 
 def hopper_candidates(product: _Class, num_tokens: int) -> list[LinearConfig]:
     """Shapes of the kernel for Hopper whose ring is in shared memory."""
-    if not 2 <= num_tokens <= 64:
+    if product[0] is Product.GATED and num_tokens > 64:
+        return [_GATED_TILES]
+    if not 2 <= num_tokens <= 128:
         return []
     block_m = max(8, 1 << (num_tokens - 1).bit_length())
     table = _HOPPER[product]
@@ -187,10 +199,12 @@ def choosing(table: Table, num_tokens: int) -> Iterator[None]:
     """Inside, products of up to ``num_tokens`` take their shapes from ``table``, which may change; None is cuBLAS."""
 
     def choose(kind: Product, num_rows: int, out_features: int, in_features: int, *_: Any) -> Any:
-        return table[shape_class(kind, out_features, in_features)]
+        config = table[shape_class(kind, out_features, in_features)]
+        return None if config == _GATED_TILES else config
 
     with (
         patch.object(linear_triton, "choose_linear", choose),
+        patch.object(linear_triton, "takes_gated_tiles", lambda *_: table[Product.GATED, False] == _GATED_TILES),
         patch.object(linear_triton, "MAX_ROWS", num_tokens),
     ):
         yield
@@ -324,10 +338,13 @@ def shape_name(config: LinearConfig | None) -> str:
 
 def present(kind: Product, weight: LinearWeight, x: torch.Tensor) -> LinearConfig | None:
     """The shape that the product has today."""
-    takes = linear_triton.smallest_hopper_tile
-    architecture = device_of(x.device.index).architecture
+    takes, device = linear_triton.smallest_hopper_tile, device_of(x.device.index)
     smallest_tile = takes(x, weight) if takes is not None else None
-    return choose_linear(kind, len(x), results(kind, weight), weight.in_features, architecture, smallest_tile)
+    config = choose_linear(kind, len(x), results(kind, weight), weight.in_features, device.architecture, smallest_tile)
+    is_gated = config is None and kind is Product.GATED and smallest_tile is not None and device.architecture == 90
+    if is_gated and takes_gated_tiles(len(x), results(kind, weight), device.num_sms):
+        return _GATED_TILES
+    return config
 
 
 def class_of(product: tuple[Product, LinearWeight]) -> _Class:

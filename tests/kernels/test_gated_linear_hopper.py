@@ -1,4 +1,4 @@
-"""Gate, up and SwiGLU of many tokens on Hopper: when and how it is launched (no GPU needed), what it is (on an sm_90)."""
+"""Gate, up and SwiGLU of many tokens on Hopper: when and how launched (no GPU needed), and what (on an sm_90)."""
 
 import dataclasses
 import importlib.util

@@ -124,11 +124,14 @@ def test_candidates_for_hopper_are_tried_on_hopper(tuning, step, monkeypatch):
         assert on_hopper == dict.fromkeys(tried, 3 if has_it else 0)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 17, 64, 65])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 17, 64, 65, 129])
 def test_candidates_for_hopper_fit_and_the_present_shapes_are_among_them(tuning, num_tokens):
     for product, present in linear_config._HOPPER_SHAPES.items():
         configs = tuning.hopper_candidates(product, num_tokens)
-        assert len(configs) == len(set(configs)) and bool(configs) == (2 <= num_tokens <= 64)
+        if product[0] is Product.GATED and num_tokens > 64:
+            assert configs == [tuning._GATED_TILES]
+            continue
+        assert len(configs) == len(set(configs)) and bool(configs) == (2 <= num_tokens <= 128)
         for config in configs:
             assert config.on_hopper and num_tokens <= config.block_m <= max(8, 2 * num_tokens)
             rows = config.block_n * (2 if product[0] is Product.GATED else 1)
@@ -152,3 +155,21 @@ def test_candidates_fit(tuning, num_tokens):
                 assert 2 * (weights + config.block_m) * inputs * config.num_stages <= 227 << 10
             if product[0] is not Product.PARTIAL:
                 assert config.max_splits == 1
+
+
+@pytest.mark.parametrize("architecture, num_tokens, is_tiled", [(90, 512, True), (90, 256, False), (100, 512, False)])
+def test_gated_products_of_many_tokens_are_tried_in_their_tiles(
+    tuning, step, monkeypatch, architecture, num_tokens, is_tiled
+):
+    """Present where they fill the device; in a search whatever the table says."""
+    device = tuning.dataclasses.replace(tuning.device_of(None), architecture=architecture, num_sms=132)
+    monkeypatch.setattr(tuning, "device_of", lambda index: device)
+    monkeypatch.setattr(tuning.linear_triton, "smallest_hopper_tile", lambda x, weight: 64)
+    monkeypatch.setattr(tuning, "results", lambda kind, weight: 8960)
+    kind, weight = step.weights["gate_up"]
+    present = tuning.present(kind, weight, step.tokens(num_tokens, weight.in_features))
+    assert present == (tuning._GATED_TILES if is_tiled else None)
+    for config, takes in ((tuning._GATED_TILES, True), (None, False)):
+        with tuning.choosing({(Product.GATED, False): config}, num_tokens):
+            assert tuning.linear_triton.choose_linear(kind, num_tokens, 8960, 1536) is None
+            assert tuning.linear_triton.takes_gated_tiles(num_tokens, 8960, 132) is takes

@@ -174,8 +174,8 @@ def _hopper_gated_kernel(
 ):
     """y = silu(x W_gate^T + b_gate) * (x W_up^T + b_up).
 
-    Grid: at most one program an SM; tile t is program t % grid's. ``weight``, ``x`` and ``y`` are descriptors; what lies
-    outside of the matrices is copied as 0, and not at all to ``y``.
+    Grid: at most one program an SM; tile t is program t % grid's. ``weight``, ``x`` and ``y`` are descriptors: what
+    lies outside of the matrices arrives as 0, and is not stored.
     """
     gdc_launch_dependents()
     dtype: gl.constexpr = weight.dtype

@@ -59,10 +59,10 @@ MAX_ROWS = 128
 #: (lm_head).
 _LONG, _WIDE = 4096, 32768
 
-#: (kind, long or wide) → by growing block_m; past the last (64 tokens at most), cuBLAS. Tuned one by one inside the whole captured decode
-#: step of Qwen2.5-1.5B on an H200, 600 tokens of context (benchmarks/results/h200_linear_tuning.json has every
-#: candidate). The step takes, in µs, with these / with cuBLAS everywhere: 1,080 / 1,570 at 1 token, 1,545 / 1,830 at
-#: 16, 1,685 / 1,820 at 32, 1,860 / 2,000 at 64.
+#: (kind, long or wide) → by growing block_m, 64 tokens at most; past the last, cuBLAS. Tuned one by one inside the
+#: whole captured decode step of Qwen2.5-1.5B on an H200, 600 tokens of context (every candidate is in
+#: benchmarks/results/h200_linear_tuning.json). The step takes, in µs, with these / with cuBLAS everywhere: 1,080 / 1,570
+#: at 1 token, 1,545 / 1,830 at 16, 1,685 / 1,820 at 32, 1,860 / 2,000 at 64.
 _SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
     (Product.WHOLE, False): (
         LinearConfig(1, block_n=8, block_k=2048, num_warps=4),
@@ -201,8 +201,8 @@ def choose_linear(
 def takes_gated_tiles(num_rows: int, out_features: int, num_sms: int) -> bool:
     """Whether a gated product is faster in the tiles of the kernel for many tokens than in two ops.
 
-    Tiles are computed in waves, one on each SM at a time, and of the last wave some SMs have none. Of one tile of tokens
-    the weights are read once whatever the waves, and that is what takes the time.
+    Tiles are computed in waves, one on each SM at a time, and in the last wave some SMs have none. One tile of tokens
+    is bound by reading the weights, whatever the waves.
 
     Args:
         num_rows: tokens, more than ``choose_linear`` has a shape for.

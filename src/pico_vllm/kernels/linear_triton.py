@@ -10,9 +10,9 @@ programs, so that every SM has something to read.
   them anyway: ``add_rms_norm``. No atomics: the same numbers every time.
 - ``gated_linear_triton``: the gate and up products and SwiGLU of both in one kernel.
 
-Where cuBLAS is faster (``linear_config``) it multiplies. On Hopper most products of two tokens and more have a kernel of
-their own (``linear_hopper``), and gated ones of many tokens another (``gated_linear_hopper``). Contracts and references
-are in ``linear``.
+Where cuBLAS is faster (``linear_config``) it multiplies. On Hopper most products of two tokens and more have a kernel
+of their own (``linear_hopper``), and gated ones of many tokens another (``gated_linear_hopper``). Contracts and
+references are in ``linear``.
 
 Weights must be in memory for good when a product is launched: between the last write to one and the product there is a
 synchronisation, or a kernel that isn't launched early, as all of torch's are. So nothing but weights is read before the
