@@ -99,7 +99,7 @@ _SLICED: dict[_Class, dict[str, tuple[int, ...]]] = {
 _SLICED_TILES = {"block_n": (16, 32), "block_k": (64, 128, 256), "num_stages": (2, 3)}
 #: Of 2 to 128 tokens on Hopper, for the kernel that it has.
 _HOPPER: dict[_Class, dict[str, tuple[int, ...]]] = {
-    (Product.WHOLE, False): {"block_n": (16, 32, 64), "block_k": (128, 256), "num_stages": (4, 6, 8)},
+    (Product.WHOLE, False): {"block_n": (16, 32, 64), "block_k": (64, 128, 256), "num_stages": (4, 6, 8)},
     (Product.WHOLE, True): {"block_n": (64, 128), "block_k": (64, 128), "num_stages": (3, 4, 6)},
     (Product.PARTIAL, False): {"block_n": (32, 64), "block_k": (128, 256), "num_stages": (3, 4)}
     | {"max_splits": (2, 3, 4, 6)},

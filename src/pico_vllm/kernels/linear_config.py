@@ -61,8 +61,8 @@ _LONG, _WIDE = 4096, 32768
 
 #: (kind, long or wide) → by growing block_m, 64 tokens at most; past the last, cuBLAS. Tuned one by one inside the
 #: whole captured decode step of Qwen2.5-1.5B on an H200, 600 tokens of context (every candidate is in
-#: benchmarks/results/h200_linear_tuning.json). The step takes, in µs, with these / with cuBLAS everywhere: 1,080 / 1,570
-#: at 1 token, 1,545 / 1,830 at 16, 1,685 / 1,820 at 32, 1,860 / 2,000 at 64.
+#: benchmarks/results/h200_linear_tuning.json). The step takes, in µs, with these / with cuBLAS everywhere: 1,080 /
+#: 1,570 at 1 token, 1,545 / 1,830 at 16, 1,685 / 1,820 at 32, 1,860 / 2,000 at 64.
 _SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
     (Product.WHOLE, False): (
         LinearConfig(1, block_n=8, block_k=2048, num_warps=4),
