@@ -66,8 +66,9 @@ class BlockPool:
         block_ids = self._free_ids[num_left:]
         block_ids.reverse()
         del self._free_ids[num_left:]
+        refs, pins = self._ref_counts, self._pin_counts
         for block_id in block_ids:
-            self._ref_counts[block_id] = self._pin_counts[block_id] = 1
+            refs[block_id] = pins[block_id] = 1
         return block_ids
 
     def acquire(self, block_ids: Iterable[int], *, evictable: bool = False) -> None:
