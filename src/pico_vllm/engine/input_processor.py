@@ -76,8 +76,8 @@ class InputProcessor:
         if params.max_tokens is None:
             params = dataclasses.replace(params, max_tokens=self._limits.max_request_tokens - len(token_ids))
         seed = params.seed
-        if seed is None:
-            seed = derive_seed(self._engine_seed, self._num_prompts)
+        if seed is None:  # who takes the best token draws nothing
+            seed = 0 if params.is_greedy else derive_seed(self._engine_seed, self._num_prompts)
         first, *others = sample_ids(request_id, params.n)
         options: dict[str, Any] = {
             "seed": seed,

@@ -383,11 +383,11 @@ class InputBuilder:
         self._block_tables[row] = 0
         self._num_blocks[row] = 0
         self._num_prompt_tokens[row] = new.num_prompt_tokens
-        self._greedy[row] = params.is_greedy
-        self._temperature[row] = 1.0 if params.is_greedy else min(params.temperature, _MAX_FLOAT32)
-        self._top_k[row] = 0 if params.is_greedy else params.top_k
-        self._top_p[row] = 1.0 if params.is_greedy else params.top_p
-        self._min_p[row] = 0.0 if params.is_greedy else params.min_p
+        self._greedy[row] = is_greedy = params.is_greedy
+        self._temperature[row] = 1.0 if is_greedy else min(params.temperature, _MAX_FLOAT32)
+        self._top_k[row] = 0 if is_greedy else params.top_k
+        self._top_p[row] = 1.0 if is_greedy else params.top_p
+        self._min_p[row] = 0.0 if is_greedy else params.min_p
         self._seeds[row] = new.seed - 2**64 if new.seed >= 2**63 else new.seed
         self._sample_indices[row] = new.sample_index
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
