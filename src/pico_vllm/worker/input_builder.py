@@ -244,9 +244,9 @@ class InputBuilder:
         else:
             query_lens = np.array([request.num_new_tokens for request in step.scheduled])
             query_start_loc = np.zeros(num_seqs + 1, dtype=np.int64)
-            np.cumsum(query_lens, out=query_start_loc[1:])
-            positions = np.arange(step.num_tokens) + np.repeat(starts - query_start_loc[:-1], query_lens)
-            first_blocks = np.repeat(first_blocks, query_lens)
+            query_lens.cumsum(out=query_start_loc[1:])
+            positions = np.arange(step.num_tokens) + (starts - query_start_loc[:-1]).repeat(query_lens)
+            first_blocks = first_blocks.repeat(query_lens)
             seq_lens = starts + query_lens
         blocks = positions // self._block_size
         slot_mapping = (self._block_tables.take(first_blocks + blocks) - blocks) * self._block_size + positions

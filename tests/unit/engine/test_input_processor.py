@@ -12,6 +12,7 @@ from pico_vllm.engine.engine_core import EngineLimits
 from pico_vllm.engine.input_processor import InputProcessor
 from pico_vllm.engine.tokenizer import Tokenizer
 from pico_vllm.errors import RequestError
+from pico_vllm.kernels.philox import derive_seed
 from tiny_models import byte_tokenizer
 
 VOCAB_SIZE = 300
@@ -190,6 +191,16 @@ def test_unseeded_prompts_get_seeds_of_their_own_by_their_number():
     first = seeds(processor(None))
     assert len(set(first)) == 3
     assert seeds(processor(None)) == first
+
+
+def test_a_greedy_prompt_takes_a_number_and_no_seed():
+    inputs = processor(None)
+    greedy, sampled = SamplingParams(temperature=0.0), SamplingParams()
+    seeds = []
+    for params in (greedy, sampled, greedy):
+        seeds += [request.seed for request in requests(params, inputs=inputs)]
+        inputs.accepted()
+    assert seeds == [0, derive_seed(0, 1), 0]
 
 
 def test_a_prompt_that_is_refused_takes_no_number():

@@ -236,6 +236,17 @@ def test_decodes_of_a_mixed_step_bring_their_new_blocks_and_prompts_find_theirs_
     assert batch.block_tables.tolist() == [[7, 3]]
 
 
+def test_rows_that_are_brought_up_to_date_leave_all_others_as_they_are():
+    builder = make_builder()
+    builder.build(step(new("a", range(2, 19), [0, 1, 2, 3, 4]), new("b", [21], [9])))
+    builder.lay_out_mixed(step(new("c", [31, 32], [8])), 0)
+    builder.block_table_rows.fill_(-7)
+    builder.lay_out_mixed(step(chunk("c", [33, 34, 35], 2, [5])), 0)
+    assert builder.block_table_rows[2, :2].tolist() == [8, 5]
+    builder.block_table_rows[2, :2] = -7
+    assert (builder.block_table_rows == -7).all()
+
+
 def test_a_stale_row_of_a_mixed_steps_decode_is_brought_up_to_date_with_its_new_block():
     builder = make_builder()
     builder.build(step(new("a", [11, 12, 13, 14], [7])))
@@ -294,7 +305,7 @@ def test_blocks_given_ahead_of_their_tokens_are_kept():
 
 
 def test_the_tensors_have_the_dtypes_that_kernels_rely_on_and_are_contiguous():
-    batch, sampling = make_builder().build(step(new("a", [1] * 6, [7, 2]), new("b", [1], [0])))
+    batch, _ = make_builder().build(step(new("a", [1] * 6, [7, 2]), new("b", [1], [0])))
     tensors = [value for name in batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)]
     assert len(tensors) == 7
     assert all(tensor.is_contiguous() for tensor in tensors)
