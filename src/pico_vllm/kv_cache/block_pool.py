@@ -73,9 +73,10 @@ class BlockPool:
 
     def acquire(self, block_ids: Iterable[int], *, evictable: bool = False) -> None:
         """Add an owner to each block, which must have one already."""
+        refs = self._ref_counts
         for block_id in block_ids:
-            assert self._ref_counts[block_id] > 0, f"block {block_id} is free: allocate it, don't acquire it"
-            self._ref_counts[block_id] += 1
+            assert refs[block_id] > 0, f"block {block_id} is free: allocate it, don't acquire it"
+            refs[block_id] += 1
         if not evictable:
             self.pin(block_ids)
 

@@ -368,7 +368,7 @@ class InputBuilder:
 
     def _refresh_block_table_rows(self) -> None:
         """Copy to the device what has changed since rows were last read there."""
-        for row in self._stale_rows:  # a copy each and no kernel: mostly it is one, a new prompt's
+        for row in self._stale_rows:  # a copy each and no kernel: mostly there is one, that of a new prompt
             width = int(self._num_blocks[row])
             self._ring.send_into(self._block_tables[row, :width], self.block_table_rows[row, :width])
         self._stale_rows.clear()
