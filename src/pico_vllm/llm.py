@@ -334,7 +334,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise RequestError(f"prompts must be text, token ids or a list of them, got {type(prompts).__name__}")
-    if len(prompts) and all(isinstance(item, int) for item in prompts):
+    if len(prompts) and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

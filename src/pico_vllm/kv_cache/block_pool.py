@@ -66,15 +66,17 @@ class BlockPool:
         block_ids = self._free_ids[num_left:]
         block_ids.reverse()
         del self._free_ids[num_left:]
+        refs, pins = self._ref_counts, self._pin_counts
         for block_id in block_ids:
-            self._ref_counts[block_id] = self._pin_counts[block_id] = 1
+            refs[block_id] = pins[block_id] = 1
         return block_ids
 
     def acquire(self, block_ids: Iterable[int], *, evictable: bool = False) -> None:
         """Add an owner to each block, which must have one already."""
+        refs = self._ref_counts
         for block_id in block_ids:
-            assert self._ref_counts[block_id] > 0, f"block {block_id} is free: allocate it, don't acquire it"
-            self._ref_counts[block_id] += 1
+            assert refs[block_id] > 0, f"block {block_id} is free: allocate it, don't acquire it"
+            refs[block_id] += 1
         if not evictable:
             self.pin(block_ids)
 

@@ -236,15 +236,18 @@ class CudaGraphRunner:
             step: whose first ``num_decodes`` shares are those that continue with an id on the device.
         """
         others = step.scheduled[num_decodes:]
-        if len(others) > self._num_others or not all(request.new_token_ids for request in others):
+        if len(others) > self._num_others:
             return None
-        if max(r.num_computed_tokens + r.num_new_tokens for r in others) > self._prompt_seq_len:
-            return None
+        num_wanted = num_decodes
+        for request in others:
+            seq_len = request.num_computed_tokens + request.num_new_tokens
+            if not request.new_token_ids or seq_len > self._prompt_seq_len:
+                return None
+            num_wanted += request.samples + len(request.prompt_targets)
         # Wanted rows have room for one a sequence: prompt logprobs may want more.
-        num_wanted = num_decodes + sum(request.samples + len(request.prompt_targets) for request in others)
-        needed = MixedSize(step.num_tokens, max(num_decodes, num_wanted - self._num_others))
-        fitting = (s for s in self._mixed_sizes if s.num_tokens >= needed[0] and s.num_decodes >= needed[1])
-        return next(fitting, None)
+        room = max(num_decodes, num_wanted - self._num_others)
+        first = bisect_left(self._mixed_sizes, MixedSize(step.num_tokens, 0))
+        return next((size for size in self._mixed_sizes[first:] if size.num_decodes >= room), None)
 
     def decode(self, rows: np.ndarray, seq_lens: np.ndarray, new_block_ids: np.ndarray) -> ForwardOutput:
         """Run a decode step.

@@ -11,6 +11,8 @@ None of them has a token, so tokens have no gaps: T bounds those of a step, howe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -57,16 +59,12 @@ class MixedInputs(Generic[_Packed]):
     @classmethod
     def views(cls, packed: _Packed, size: MixedSize, num_others: int) -> MixedInputs[_Packed]:
         """The fields within a vector of ``packed_length`` numbers or more."""
-        parts, start = [], 0
-        for length in _lengths(size, num_others):
-            parts.append(packed[start : start + length])
-            start += _aligned(length)
-        return cls(*parts)
+        return cls(*[packed[place] for place in _places(size, num_others)])
 
 
 def packed_length(size: MixedSize, num_others: int) -> int:
     """Numbers in the vector of a size with room for C = ``num_others``."""
-    return sum(map(_aligned, _lengths(size, num_others)))
+    return _aligned(_places(size, num_others)[-1].stop)
 
 
 def pack_mixed(step: HostBatch, size: MixedSize, num_others: int, padding_row: int) -> np.ndarray:
@@ -88,12 +86,13 @@ def pack_mixed(step: HostBatch, size: MixedSize, num_others: int, padding_row: i
     to.input_ids[:num_tokens], to.positions[:num_tokens] = step.host_ids, step.positions
     to.slot_mapping[:num_tokens], to.slot_mapping[num_tokens:] = step.slot_mapping, -1
     starts = to.query_start_loc
-    starts[:num_decodes], starts[num_decodes:first] = step.query_start_loc[:num_decodes], num_decodes
     starts[first : end + 1], starts[end + 1 :] = step.query_start_loc[num_decodes:], num_tokens
-    for field, values in ((to.seq_lens, step.seq_lens), (to.rows, step.rows)):
-        field[:num_decodes], field[first:end] = values[:num_decodes], values[num_decodes:]
-    to.new_block_ids[:num_decodes] = step.new_block_ids
-    to.decode_order[:] = longest_first(to.seq_lens[:first])
+    to.seq_lens[first:end], to.rows[first:end] = step.seq_lens[num_decodes:], step.rows[num_decodes:]
+    if first > 0:
+        starts[:num_decodes], starts[num_decodes:first] = step.query_start_loc[:num_decodes], num_decodes
+        to.seq_lens[:num_decodes], to.rows[:num_decodes] = step.seq_lens[:num_decodes], step.rows[:num_decodes]
+        to.new_block_ids[:num_decodes] = step.new_block_ids
+        to.decode_order[:] = longest_first(to.seq_lens[:first])
     to.logits_indices[: len(step.logits_indices)] = step.logits_indices
     num_sampled = len(step.sampled_rows)
     to.sampled_rows[:num_sampled], to.sampled_rows[num_sampled:] = step.sampled_rows, padding_row
@@ -105,11 +104,14 @@ def longest_first(seq_lens: np.ndarray) -> np.ndarray:
     return np.argsort(-seq_lens, kind="stable")
 
 
-def _lengths(size: MixedSize, num_others: int) -> tuple[int, ...]:
-    """Of the fields."""
-    num_seqs = size.num_decodes + num_others
+@cache
+def _places(size: MixedSize, num_others: int) -> tuple[slice, ...]:
+    """Of the fields within the vector."""
     num_decodes = size.num_decodes
-    return *[size.num_tokens] * 3, num_seqs + 1, num_seqs, num_seqs, num_decodes, num_decodes, num_seqs, num_seqs
+    num_seqs = num_decodes + num_others
+    lengths = *[size.num_tokens] * 3, num_seqs + 1, num_seqs, num_seqs, num_decodes, num_decodes, num_seqs, num_seqs
+    starts = accumulate(map(_aligned, lengths), initial=0)
+    return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=False))
 
 
 def _aligned(length: int) -> int:

@@ -331,18 +331,19 @@ class ModelRunner:
             # Decodes that continue with an id on the device come first; from here on somebody brings ids.
             num_decodes = next((s for s, r in enumerate(step.scheduled) if r.new_token_ids), num_seqs)
             if num_decodes == num_seqs and num_seqs <= graphs.max_decodes:
-                rows, seq_lens, new_block_ids, sampling = self._rows.lay_out_decode(step)
+                rows, seq_lens, new_block_ids = self._rows.lay_out_decode(step)
                 self._launches()
-                return graphs.decode(rows, seq_lens, new_block_ids), sampling
+                forward = graphs.decode(rows, seq_lens, new_block_ids)
+                return forward, self._rows.sampling(rows, seq_lens)
             if num_decodes < num_seqs and (size := graphs.mixed_size(step, num_decodes)) is not None:
                 host = self._rows.lay_out_mixed(step, num_decodes)
-                sampling = self._rows.sampling(host)
                 self._launches()
-                return graphs.mixed(size, host), sampling
+                forward = graphs.mixed(size, host)
+                return forward, self._rows.sampling(host.sampled_rows, host.sampled_lens, host.prompt_logprobs)
         batch, sampling = self._rows.build(step)
         self._launches()
         hidden = self._model.hidden_rows(batch, self.kv_caches)
-        return ForwardOutput(hidden, self._model.lm_head(hidden[: len(sampling.host_rows)])), sampling
+        return ForwardOutput(hidden, self._model.lm_head(hidden[: len(sampling.rows)])), sampling
 
     def _launches(self) -> None:
         """The inputs of a step are ready: it goes to the device now."""
@@ -356,7 +357,7 @@ class ModelRunner:
         slot, forward, sampling = pending.slot, pending.forward, pending.sampling
         assert slot is not None and forward is not None and sampling is not None
         processors = self._rows.logits_processors
-        takes_greedy = sampling.is_greedy and grammar is None and not processors.any_active(sampling.host_rows)
+        takes_greedy = sampling.is_greedy and grammar is None and not processors.any_active(sampling.rows)
         if takes_greedy and forward.greedy_ids is not None:
             pending.token_ids = slot.fetch_ids(forward.greedy_ids)
         elif len(forward.hidden) > 0:
@@ -378,7 +379,7 @@ class ModelRunner:
     ) -> None:
         """Sample as it was asked for, and record what was chosen."""
         assert forward.logits is not None
-        prompt_hidden = forward.hidden[len(sampling.host_rows) :]  # positions whose log-probabilities are wanted
+        prompt_hidden = forward.hidden[len(sampling.rows) :]  # positions whose log-probabilities are wanted
 
         def prompt_logits(start: int, end: int) -> torch.Tensor:
             return self._model.lm_head(prompt_hidden[start:end])
@@ -391,7 +392,7 @@ class ModelRunner:
         pending.logprobs = self._fetch(slot, sampled.logprobs)
         pending.prompt_logprobs = self._fetch(slot, sampled.prompt_logprobs)
         pending.prompt_counts = () if sampling.prompt_logprobs is None else sampling.prompt_logprobs.counts
-        pending.custom_outputs = processors.custom_outputs(sampling.host_rows)
+        pending.custom_outputs = processors.custom_outputs(sampling.rows)
 
     @staticmethod
     def _fetch(slot: Slot, logprobs: LogprobsTensors | None) -> LogprobsTensors | None:

@@ -71,13 +71,13 @@ class Sampler:
         if batch.prompt_logprobs is not None:
             assert prompt_logits is not None
             prompt_logprobs = self._prompt_logprobs(prompt_logits, batch.prompt_logprobs)
-        if grammar is None and not processors.any_active(batch.host_rows):
+        if grammar is None and not processors.any_active(batch.rows):
             token_ids = input_ids = self.choose(raw, batch.random)
         else:
             processed = raw.to(torch.float32, copy=True)
             if grammar is not None:
                 self._mask(processed, *grammar)
-            processors.apply(processed, batch.host_rows, batch.host_positions, self._backend)
+            processors.apply(processed, batch.rows, batch.positions, self._backend)
             nothing_left = ~(processed.amax(dim=-1) > float("-inf"))  # or a NaN
             processed.masked_fill_(nothing_left[:, None], 0.0)  # no op has to cope with such a row
             token_ids = self.choose(processed, batch.random).masked_fill_(nothing_left, -1)

@@ -231,8 +231,8 @@ def _random(num_rows: int, device: torch.device) -> RandomSampling:
 
 def _all_random(num_rows: int, device: torch.device) -> SamplingBatch:
     """Every row samples, and wants log-probabilities."""
-    rows, numbers = torch.zeros(num_rows, dtype=torch.int32, device=device), np.arange(num_rows)
-    return SamplingBatch(rows, numbers * 0, numbers, _random(num_rows, device), num_logprobs=(1,) * num_rows)
+    numbers = np.arange(num_rows)
+    return SamplingBatch(numbers * 0, numbers, _random(num_rows, device), num_logprobs=(1,) * num_rows)
 
 
 def _best(run: Callable[[], object], clock: Clock) -> float:

@@ -1,7 +1,9 @@
 """A request that doesn't fit the model or the engine is refused with the value, the limit and the remedy."""
 
 import types
+from array import array
 
+import numpy as np
 import pytest
 from tokenizers import normalizers, processors
 
@@ -10,6 +12,7 @@ from pico_vllm.engine.engine_core import EngineLimits
 from pico_vllm.engine.input_processor import InputProcessor
 from pico_vllm.engine.tokenizer import Tokenizer
 from pico_vllm.errors import RequestError
+from pico_vllm.kernels.philox import derive_seed
 from tiny_models import byte_tokenizer
 
 VOCAB_SIZE = 300
@@ -31,6 +34,36 @@ def ids(text):
 
 def requests(params, prompt=(5, 6), request_id="r", inputs=INPUTS):
     return inputs.process(request_id, list(prompt), params)[0]
+
+
+# -------------------------------------------------------------------------------------------------- ids of prompts
+@pytest.mark.parametrize("prompt", [[0, 299], (0, 299), range(298, 300), array("i", [0, 299])])
+def test_any_sequence_of_ids_is_a_prompt(prompt):
+    (request,), text = NO_TEXT.process("r", prompt, SamplingParams())
+    assert request.prompt_token_ids == tuple(prompt) and text is None
+    assert {type(token_id) for token_id in request.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([5, -1, 300], "token id -1 is outside the vocabulary: ids go from 0 to 299"),
+        ([5, 300, 7], "token id 300 is outside the vocabulary: ids go from 0 to 299"),
+        ([2**70], f"token id {2**70} is outside the vocabulary: ids go from 0 to 299"),
+        ([5, True], "token id True is a bool, not an int"),
+        ([5.0, 6], "token id 5.0 is a float, not an int"),
+        ([-1, "5"], "token id '5' is a str, not an int"),
+        ([5, [6]], r"token id \[6\] is a list, not an int"),
+        ([5, np.int64(6)], r"token id np.int64\(6\) is a int64, not an int"),
+        (np.array([5, 6]), "a prompt must be text or a list of token ids, got ndarray"),
+        ({5, 6}, "a prompt must be text or a list of token ids, got set"),
+        (b"56", "a prompt must be text or a list of token ids, got bytes"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(prompt, message):
+    for form in (prompt, {"prompt_token_ids": prompt}):
+        with pytest.raises(RequestError, match=f"^{message}$"):
+            NO_TEXT.process("r", form, SamplingParams())
 
 
 # -------------------------------------------------------------------------------------------------- ids of params
@@ -158,6 +191,16 @@ def test_unseeded_prompts_get_seeds_of_their_own_by_their_number():
     first = seeds(processor(None))
     assert len(set(first)) == 3
     assert seeds(processor(None)) == first
+
+
+def test_a_greedy_prompt_takes_a_number_and_no_seed():
+    inputs = processor(None)
+    greedy, sampled = SamplingParams(temperature=0.0), SamplingParams()
+    seeds = []
+    for params in (greedy, sampled, greedy):
+        seeds += [request.seed for request in requests(params, inputs=inputs)]
+        inputs.accepted()
+    assert seeds == [0, derive_seed(0, 1), 0]
 
 
 def test_a_prompt_that_is_refused_takes_no_number():

@@ -275,12 +275,12 @@ def test_n_samples_are_requests_of_the_core_with_one_seed(llm, monkeypatch):
     core = ScriptedCore()
     monkeypatch.setattr(llm.engine, "core", core)
     llm.engine.add_request("r", PROMPT, greedy(4, n=3, seed=5, prompt_logprobs=0))
-    llm.engine.add_request("other", PROMPT, greedy(4))
+    llm.engine.add_request("other", PROMPT, SamplingParams(max_tokens=4))
     assert [request.request_id for request in core.added] == ["r#0", "r#1", "r#2", "other"]
     assert [request.sample_index for request in core.added] == [0, 1, 2, 0]
     assert [request.seed for request in core.added[:3]] == [5, 5, 5]
     assert [request.params.prompt_logprobs for request in core.added[:3]] == [0, None, None], "the prompt is the same"
-    llm.engine.add_request("unseeded", PROMPT, greedy(4, n=2))
+    llm.engine.add_request("unseeded", PROMPT, SamplingParams(max_tokens=4, n=2))
     assert core.added[-1].seed == core.added[-2].seed != core.added[-3].seed
     assert core.added[-2].request_id == "unseeded#0"
     for request_id in ("r", "other", "unseeded"):

@@ -14,6 +14,7 @@ from pico_vllm import SamplingParams
 from pico_vllm.kernels.attention_config import HOPPER_BLOCK_M, choose_prefill, num_prefill_splits, select_config
 from pico_vllm.worker import cuda_graph
 from pico_vllm.worker.cuda_graph import mixed_sizes, typical_seq_len
+from pico_vllm.worker.host_ring import HostRing
 
 PROMPTS = [[5, 6, 7], [9] * 20, [11, 3] * 8, list(range(20, 53)), [42]]
 
@@ -63,6 +64,20 @@ def test_a_prefix_hit_is_no_captured_decode_and_what_follows_is(checkpoint, over
     assert ids(llm.generate(prompts, greedy(9), use_tqdm=False)) == expected
     assert used == [("prompt", 8)] + [("decode", 4)] * 8
     assert [llm.generate(prompts[0], greedy(1))[0].num_cached_tokens] == [31]
+
+
+def test_a_greedy_captured_step_sends_its_inputs_and_what_has_changed_of_block_tables_only(checkpoint, monkeypatch):
+    llm = make_llm(checkpoint)
+    used = with_graphs(llm)
+    ring = llm.engine.core.executor.runner._ring
+    copies = []
+    send_into = ring.send_into
+    monkeypatch.setattr(ring, "send_into", lambda *args: copies.append(args) or send_into(*args))
+    monkeypatch.delattr(HostRing, "send")
+    monkeypatch.delattr(HostRing, "send_int32")
+    llm.generate([PROMPTS[0]], greedy(3), use_tqdm=False)
+    assert used == [("prompt", 8), ("decode", 1), ("decode", 1)]
+    assert len(copies) == 1 + len(used)
 
 
 def test_more_sequences_than_any_size_run_eagerly(checkpoint):

@@ -82,8 +82,8 @@ def test_a_new_request_over_a_block_border():
         "decodes_only": False,
         "decode_order": None,
     }
-    assert sampling.rows.tolist() == sampling.host_rows.tolist() == [0]
-    assert sampling.host_positions.tolist() == [0]
+    assert sampling.rows.tolist() == [0]
+    assert sampling.positions.tolist() == [0]
     assert (sampling.random, sampling.num_logprobs, sampling.prompt_logprobs) == (None, (), None)
 
 
@@ -236,6 +236,17 @@ def test_decodes_of_a_mixed_step_bring_their_new_blocks_and_prompts_find_theirs_
     assert batch.block_tables.tolist() == [[7, 3]]
 
 
+def test_rows_that_are_brought_up_to_date_leave_all_others_as_they_are():
+    builder = make_builder()
+    builder.build(step(new("a", range(2, 19), [0, 1, 2, 3, 4]), new("b", [21], [9])))
+    builder.lay_out_mixed(step(new("c", [31, 32], [8])), 0)
+    builder.block_table_rows.fill_(-7)
+    builder.lay_out_mixed(step(chunk("c", [33, 34, 35], 2, [5])), 0)
+    assert builder.block_table_rows[2, :2].tolist() == [8, 5]
+    builder.block_table_rows[2, :2] = -7
+    assert (builder.block_table_rows == -7).all()
+
+
 def test_a_stale_row_of_a_mixed_steps_decode_is_brought_up_to_date_with_its_new_block():
     builder = make_builder()
     builder.build(step(new("a", [11, 12, 13, 14], [7])))
@@ -294,11 +305,11 @@ def test_blocks_given_ahead_of_their_tokens_are_kept():
 
 
 def test_the_tensors_have_the_dtypes_that_kernels_rely_on_and_are_contiguous():
-    batch, sampling = make_builder().build(step(new("a", [1] * 6, [7, 2]), new("b", [1], [0])))
+    batch, _ = make_builder().build(step(new("a", [1] * 6, [7, 2]), new("b", [1], [0])))
     tensors = [value for name in batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)]
     assert len(tensors) == 7
     assert all(tensor.is_contiguous() for tensor in tensors)
-    assert {tensor.dtype for tensor in (*tensors, sampling.rows)} == {torch.int32}
+    assert {tensor.dtype for tensor in tensors} == {torch.int32}
 
 
 def test_a_built_batch_is_not_changed_by_the_next_one():
@@ -436,17 +447,17 @@ def test_the_position_is_the_index_in_the_output_however_the_request_got_there()
     params = SamplingParams(temperature=1.0)
     builder = make_builder()
     _, sampling = builder.build(step(new("a", [1, 2, 3], [0], params=params)))
-    assert sampling.random.positions.tolist() == sampling.host_positions.tolist() == [0]
+    assert sampling.random.positions.tolist() == sampling.positions.tolist() == [0]
     record(builder, sampling, 9)
     for index in (1, 2):
         _, sampling = builder.build(step(decode("a", 2 + index, [index]), decodes=1))
-        assert sampling.random.positions.tolist() == sampling.host_positions.tolist() == [index]
+        assert sampling.random.positions.tolist() == sampling.positions.tolist() == [index]
         record(builder, sampling, 9)
     # Preempted after three tokens and recomputed in two chunks: the next one is still number 3.
     resumed = new("a", [1, 2, 3, 9], [4], prompt=3, params=params, samples=False)
     builder.build(step(resumed, dropped=("a",)))
     _, sampling = builder.build(step(chunk("a", [9, 9], 4, [5])))
-    assert sampling.random.positions.tolist() == sampling.host_positions.tolist() == [3]
+    assert sampling.random.positions.tolist() == sampling.positions.tolist() == [3]
 
 
 # ---------------------------------------------------------------------------------------------------------- logprobs
@@ -521,10 +532,10 @@ def test_rows_of_the_logits_processors_come_and_go_with_the_requests():
     builder = make_builder(max_num_seqs=2)
     biased = SamplingParams(temperature=0.0, logit_bias={3: 5.0})
     _, sampling = builder.build(step(new("a", [1], [0], params=biased), new("b", [2], [1])))
-    active = [builder.logits_processors.any_active(sampling.host_rows[[i]]) for i in range(2)]
+    active = [builder.logits_processors.any_active(sampling.rows[[i]]) for i in range(2)]
     assert active == [True, False]
     builder.build(step(new("c", [1], [0]), dropped=("a",)))
-    assert not builder.logits_processors.any_active(sampling.host_rows)
+    assert not builder.logits_processors.any_active(sampling.rows)
 
 
 def test_sampled_ids_are_counted_for_the_penalties():
@@ -534,5 +545,5 @@ def test_sampled_ids_are_counted_for_the_penalties():
     record(builder, sampling, 7, 8)
     _, sampling = builder.build(step(decode("b", 1), decode("a", 1), decodes=2))
     logits = torch.zeros(2, VOCAB_SIZE)
-    builder.logits_processors.apply(logits, sampling.host_rows, sampling.host_positions, CPU)
+    builder.logits_processors.apply(logits, sampling.rows, sampling.positions, CPU)
     assert logits.nonzero().tolist() == [[0, 8]] and logits[0, 8] == -1.5

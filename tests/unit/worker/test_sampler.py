@@ -53,7 +53,7 @@ def take(random, rows):
 
 def make_batch(num_rows, random=None, **logprobs):
     rows = np.arange(num_rows)
-    return SamplingBatch(torch.arange(num_rows, dtype=torch.int32), rows, np.zeros_like(rows), random, **logprobs)
+    return SamplingBatch(rows, np.zeros_like(rows), random, **logprobs)
 
 
 def make_processors(params=None):
