@@ -97,13 +97,13 @@ _SLICED: dict[_Class, dict[str, tuple[int, ...]]] = {
     (Product.GATED, False): {"max_splits": (1,)},
 }
 _SLICED_TILES = {"block_n": (16, 32), "block_k": (64, 128, 256), "num_stages": (2, 3)}
-#: Of 2 to 128 tokens on Hopper, for the kernel that it has.
+#: Of 2 to 256 tokens on Hopper, for the kernel that it has.
 _HOPPER: dict[_Class, dict[str, tuple[int, ...]]] = {
     (Product.WHOLE, False): {"block_n": (16, 32, 64), "block_k": (64, 128, 256), "num_stages": (4, 6, 8)},
     (Product.WHOLE, True): {"block_n": (64, 128), "block_k": (64, 128), "num_stages": (3, 4, 6)},
     (Product.PARTIAL, False): {"block_n": (32, 64), "block_k": (128, 256), "num_stages": (3, 4)}
     | {"max_splits": (2, 3, 4, 6)},
-    (Product.PARTIAL, True): {"block_n": (64, 128), "block_k": (128, 256), "num_stages": (3, 4, 6)}
+    (Product.PARTIAL, True): {"block_n": (64, 128), "block_k": (64, 128, 256), "num_stages": (3, 4, 6)}
     | {"max_splits": (5, 7, 10)},
     (Product.GATED, False): {"block_n": (32, 64), "block_k": (64, 128), "num_stages": (3, 4, 6)},
 }
@@ -144,19 +144,20 @@ def hopper_candidates(product: _Class, num_tokens: int) -> list[LinearConfig]:
     """Shapes of the kernel for Hopper whose ring is in shared memory."""
     if product[0] is Product.GATED and num_tokens > 64:
         return [_GATED_TILES]
-    if not 2 <= num_tokens <= 128:
+    if not 2 <= num_tokens <= 256:
         return []
-    block_m = max(8, 1 << (num_tokens - 1).bit_length())
     table = _HOPPER[product]
+    tiles = (max(8, 1 << (num_tokens - 1).bit_length()),) if num_tokens <= 128 else (64, 128)
     configs = [
         LinearConfig(block_m, num_warps=4, on_hopper=True, **dict(zip(table, values, strict=True)))
+        for block_m in tiles
         for values in itertools.product(*table.values())
     ]
 
     def fits(config: LinearConfig) -> bool:
         rows = config.block_n * (2 if product[0] is Product.GATED else 1)
         read_behind = max(0, 64 - rows)
-        return 2 * config.block_k * (config.num_stages * (rows + block_m) + read_behind) <= 226 << 10
+        return 2 * config.block_k * (config.num_stages * (rows + config.block_m) + read_behind) <= 226 << 10
 
     return [config for config in configs if fits(config)]
 

@@ -16,18 +16,23 @@ from pico_vllm.kernels.linear_config import LinearConfig, Product, choose_linear
 def compile_cases(architecture: int) -> list[CompileCase]:
     """One case a number of tokens at which the launch shape changes, a product and a model; bf16."""
     few = [
-        _hopper_case(f"hopper linear {model} {shape.name}", shape, config)
+        _hopper_case(f"hopper linear {model} {shape.name}", shape, num_rows, config)
         if config.on_hopper
         else _case(f"linear {model} {shape.name}", shape, num_rows, config, architecture)
         for model, shapes in MODELS.items()
         for shape in shapes
-        for num_rows in (1, 8, 16, 32, 64, 128)
+        for num_rows in (1, 8, 16, 32, 64, 128, 160, 192, 256)
         for config in _configs(shape, num_rows, architecture)
     ]
+    few = list({case.name: case for case in few}.values())  # of 160 and 192 tokens some are the same
     if architecture != 90 or linear_triton.launch_hopper_gated is None:
         return few
     gated = ((model, shape) for model, shapes in MODELS.items() for shape in shapes if shape.kind is Product.GATED)
-    return few + [_hopper_gated_case(f"hopper many gated {model}", shape) for model, shape in gated]
+    return few + [
+        _hopper_gated_case(f"hopper many gated {model} {num_rows}", shape, num_rows)
+        for model, shape in gated
+        for num_rows in (128, 192)
+    ]
 
 
 def _configs(shape: ProductShape, num_rows: int, architecture: int) -> list[LinearConfig]:
@@ -76,14 +81,15 @@ def _case(name: str, shape: ProductShape, num_rows: int, config: LinearConfig, a
     )
 
 
-def _hopper_case(name: str, shape: ProductShape, config: LinearConfig) -> CompileCase:
+def _hopper_case(name: str, shape: ProductShape, num_rows: int, config: LinearConfig) -> CompileCase:
     from pico_vllm.kernels import linear_hopper
 
     is_gated = shape.kind is Product.GATED
     steps, slices = config.split(shape.in_features) // config.block_k, config.block_k // 64
+    num_token_tiles = -(-num_rows // config.block_m)
     weights, tokens = f"{slices}, {1 + is_gated}, {config.block_n}", f"{slices}, {config.block_m}"
     return CompileCase(
-        name=f"{name} {config.block_m}x{config.block_n}x{config.block_k}",
+        name=f"{name} {num_token_tiles * config.block_m}x{config.block_n}x{config.block_k}",
         kernel=linear_hopper._hopper_linear_kernel,
         signature={
             "weight": f"tensordesc<bf16[{weights}, 64],{linear_hopper._WEIGHTS.value!r}>",
@@ -98,6 +104,7 @@ def _hopper_case(name: str, shape: ProductShape, config: LinearConfig) -> Compil
             "HAS_BIAS": shape.has_bias,
             "IS_PARTIAL": shape.kind is Product.PARTIAL,
             "IS_GATED": is_gated,
+            "NUM_TOKEN_TILES": num_token_tiles,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
@@ -106,20 +113,21 @@ def _hopper_case(name: str, shape: ProductShape, config: LinearConfig) -> Compil
     )
 
 
-def _hopper_gated_case(name: str, shape: ProductShape) -> CompileCase:
+def _hopper_gated_case(name: str, shape: ProductShape, block_m: int) -> CompileCase:
     from pico_vllm.kernels import gated_linear_hopper as gated
 
-    steps, block_m = shape.in_features // gated._BLOCK_K.value, gated.GATED_BLOCK_M
+    steps = shape.in_features // gated._BLOCK_K.value
+    num_stages = gated._NUM_STAGES if block_m == gated.GATED_BLOCK_M else gated._NUM_WIDE_STAGES
     return CompileCase(
         name=name,
         kernel=gated._hopper_gated_kernel,
         signature={
             "weight": f"tensordesc<bf16[4, 2, 8, 64],{gated._WEIGHTS.value!r}>",
-            "x": f"tensordesc<bf16[{block_m}, 64],{gated._SWIZZLED.value!r}>",
+            "x": f"tensordesc<bf16[64, 64],{gated._SWIZZLED.value!r}>",
             "bias": "*bf16",
-            "y": f"tensordesc<bf16[{block_m}, 32],{gated._RESULTS.value!r}>",
+            "y": f"tensordesc<bf16[64, 32],{gated._RESULTS.value!r}>",
             **dict.fromkeys(("out_features", "num_tiles", "num_token_tiles", "num_output_tiles"), "i32"),
         },
-        constexprs={"STEPS": steps, "NUM_STAGES": gated._STAGES.value, "HAS_BIAS": shape.has_bias},
+        constexprs={"STEPS": steps, "NUM_STAGES": num_stages, "HAS_BIAS": shape.has_bias, "BLOCK_M": block_m},
         divisible=("out_features",),
     )

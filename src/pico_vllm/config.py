@@ -31,7 +31,7 @@ DEFAULT_BATCHED_TOKENS_GPU, DEFAULT_BATCHED_TOKENS = 16384, 2048
 #: Of a GPU: 200 tokens a second for each reader while others' prompts run.
 DEFAULT_TARGET_ITL_MS = 5.0
 #: A step with prompts takes at least so many times what its decodes alone take, unless a target is given.
-DEFAULT_TARGET_ITL_DECODES = 2.75
+DEFAULT_TARGET_ITL_DECODES = 3.25
 MAX_TARGET_ITL_MS = 1_000_000
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -339,7 +339,7 @@ class SchedulerConfig:
         max_num_batched_tokens: new tokens a step at most, prompts and decodes together; memory is kept for them. None
             = 16384 with the Triton backend on a GPU, else 2048 (see ``token_bound``).
         target_itl_ms: while anything decodes, a step takes no more of the prompts than keeps it within so many
-            milliseconds, but always 64 tokens. None = 5 on a GPU, or 2.75 times what the decodes alone take where
+            milliseconds, but always 64 tokens. None = 5 on a GPU, or 3.25 times what the decodes alone take where
             that is longer, and no target on a CPU; 0 = no target.
         max_model_len: prompt + output at most; None = the model's max_position_embeddings.
         enable_chunked_prefill: cut prompts to the budget; False = a prompt runs whole or waits, so no target is kept.

@@ -20,7 +20,7 @@ from pico_vllm.kernels import gated_linear_hopper, linear_triton
 from pico_vllm.kernels.attention_config import Device
 from pico_vllm.kernels.gated_linear_hopper import launch_hopper_gated
 from pico_vllm.kernels.linear import LinearWeight, pack_linear_dense
-from pico_vllm.kernels.linear_config import GATED_BLOCK_M, GATED_BLOCK_N
+from pico_vllm.kernels.linear_config import GATED_BLOCK_M, GATED_BLOCK_N, GATED_WIDE_BLOCK_M
 from pico_vllm.kernels.linear_triton import gated_linear_triton
 from pico_vllm.kernels.rms_norm import rms_norm_reference
 from pico_vllm.kernels.rms_norm_triton import rms_norm_triton
@@ -55,10 +55,17 @@ def operands(num_tokens: int, out_features: int = 8960, in_features: int = 1536)
 
 
 @pytest.mark.parametrize(
-    "num_tokens, grid, tiles",
-    [(65, 94, (94, 1, 94)), (128, 94, (94, 1, 94)), (512, 132, (376, 4, 94)), (2048, 132, (1504, 16, 94))],
+    "num_tokens, grid, tiles, block_m, num_stages",
+    [
+        (65, 94, (94, 1, 94), 128, 5),
+        (128, 94, (94, 1, 94), 128, 5),
+        (129, 94, (94, 1, 94), 192, 4),
+        (192, 94, (94, 1, 94), 192, 4),
+        (512, 132, (376, 4, 94), 128, 5),
+        (2048, 132, (1504, 16, 94), 128, 5),
+    ],
 )
-def test_it_is_launched_as_it_was_measured(launches, num_tokens, grid, tiles):
+def test_it_is_launched_as_it_was_measured(launches, num_tokens, grid, tiles, block_m, num_stages):
     kernel, two_ops = launches
     x, weight = operands(num_tokens)
     y = gated_linear_triton(x, weight)
@@ -66,14 +73,17 @@ def test_it_is_launched_as_it_was_measured(launches, num_tokens, grid, tiles):
     assert not two_ops
     assert (y.shape, y.dtype, seen_grid) == ((num_tokens, 8960), BF16, (grid,))
     assert integers == [8960, *tiles]
-    assert params == {"STEPS": 24, "NUM_STAGES": 5, "HAS_BIAS": False, "num_warps": 4, "launch_pdl": True}
+    assert params == {
+        "STEPS": 24, "NUM_STAGES": num_stages, "HAS_BIAS": False, "BLOCK_M": block_m, "num_warps": 4,
+        "launch_pdl": True,
+    }  # fmt: skip
     assert bias is weight.dense
     # Groups of 8 outputs, gates and ups, 8, inputs; tokens; results.
     assert weights.base is weight.dense
     assert weights.shape == [1120, 2, 8, 1536] and weights.strides == [8 * 1536, 8960 * 1536, 1536, 1]
     assert weights.block_shape == [4, 2, 8, 64]
-    assert (tokens.base, tokens.shape, tokens.block_shape) == (x, [num_tokens, 1536], [128, 64])
-    assert results.base is y and (results.shape, results.block_shape) == ([num_tokens, 8960], [128, 32])
+    assert (tokens.base, tokens.shape, tokens.block_shape) == (x, [num_tokens, 1536], [64, 64])
+    assert results.base is y and (results.shape, results.block_shape) == ([num_tokens, 8960], [64, 32])
 
 
 def test_bias_stages_and_strides_are_those_of_the_operands(launches):
@@ -86,7 +96,7 @@ def test_bias_stages_and_strides_are_those_of_the_operands(launches):
     assert (params["STEPS"], params["NUM_STAGES"], params["HAS_BIAS"]) == (2, 2, True)
 
 
-@pytest.mark.parametrize("num_tokens", [129, 256, 384])
+@pytest.mark.parametrize("num_tokens", [193, 256, 384])
 def test_where_its_last_wave_of_tiles_is_almost_empty_two_ops_do_it(launches, num_tokens):
     kernel, two_ops = launches
     gated_linear_triton(*operands(num_tokens))
@@ -160,7 +170,9 @@ def gated(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
 def test_it_is_near_the_oracle(dtype, out_features):
     """Inputs: one step, the ring but one, the ring, a step more, and much more; both sides of a tile of tokens."""
     for in_features, num_tokens, has_bias in itertools.product(
-        (64, 256, 320, 384, 1344), (1, 63, 127, GATED_BLOCK_M, 129, 300), (False, True)
+        (64, 256, 320, 384, 1344),
+        (1, 63, GATED_BLOCK_M, 129, GATED_WIDE_BLOCK_M - 1, GATED_WIDE_BLOCK_M, 300),
+        (False, True),
     ):
         case = build_on_gpu(num_tokens, in_features, out_features, dtype, has_bias)
         assert_near_oracle("gated_linear", case.run(gated), case.expected("gated_linear"))
@@ -176,7 +188,7 @@ def test_a_program_computes_many_tiles_of_many_groups(num_tokens, in_features):
 
 
 @needs_hopper
-@pytest.mark.parametrize("num_tokens", [65, 100, 128, 512, 640, 1024, 2048])
+@pytest.mark.parametrize("num_tokens", [65, 100, 128, 129, 192, 512, 640, 1024, 2048])
 def test_products_of_a_model_are_near_the_oracle(monkeypatch, num_tokens):
     monkeypatch.setattr(linear_triton, "linear_cpu", None)
     case = build_on_gpu(num_tokens, 1536, 8960)
@@ -199,7 +211,7 @@ def test_a_row_does_not_depend_on_the_others_and_runs_are_bitwise_equal():
     case = build_on_gpu(300, 1600, 200, has_bias=True)
     whole = case.run(gated)
     assert_bitwise(case.run(gated), whole)
-    for num_tokens in (1, 65, 129, 299):
+    for num_tokens in (1, 65, 128, 129, 192, 299):
         assert_bitwise(dataclasses.replace(case, x=case.x[:num_tokens]).run(gated), whole[:num_tokens])
     spoilt = case.x.clone()
     spoilt[131] = NAN

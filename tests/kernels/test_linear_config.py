@@ -80,10 +80,9 @@ def test_the_smallest_tile_that_holds_all_tokens_is_taken_then_cublas(shape, num
     assert (None if config is None else config.block_m) == block_m
 
 
-def test_a_tile_is_found_up_to_the_bound_and_for_no_token_beyond_it():
-    tables = (linear_config._SHAPES, linear_config._HOPPER_SHAPES)
-    largest = [max(config.block_m for shapes in table.values() for config in shapes) for table in tables]
-    assert largest == [64, MAX_ROWS]
+def test_a_shape_is_found_up_to_the_bound_and_for_no_token_beyond_it():
+    assert max(config.block_m for shapes in linear_config._SHAPES.values() for config in shapes) == 64
+    assert max(max(shapes) for shapes in linear_config._HOPPER_SHAPES.values()) == MAX_ROWS
 
 
 def test_long_and_wide_products_have_shapes_of_their_own():
@@ -129,7 +128,12 @@ def test_tiles_of_real_models_fit_and_no_split_is_empty(shape, num_rows, archite
         assert tile_bytes * config.num_stages <= SHARED_BYTES[architecture]
 
 
-HOPPER_CONFIGS = [(kind, config) for (kind, _), shapes in linear_config._HOPPER_SHAPES.items() for config in shapes]
+HOPPER_CONFIGS = [
+    (kind, config)
+    for (kind, _), table in linear_config._HOPPER_SHAPES.items()
+    for shapes in table.values()
+    for config in shapes
+]
 
 
 @pytest.mark.parametrize(
@@ -146,13 +150,18 @@ HOPPER_CONFIGS = [(kind, config) for (kind, _), shapes in linear_config._HOPPER_
         (QKV, 96, None),
         (QKV, 97, (128, 32)),
         (QKV, 128, (128, 32)),
+        (QKV, 129, (64, 64)),
+        (QKV, 256, (64, 64)),
+        (QKV, 257, None),
         (O_PROJ, 8, (8, 64)),
         (O_PROJ, 16, (16, 32)),
         (O_PROJ, 32, (32, 64)),
         (O_PROJ, 64, (64, 64)),
         (O_PROJ, 65, (128, 64)),
         (O_PROJ, 128, (128, 64)),
-        (O_PROJ, 129, None),
+        (O_PROJ, 129, (128, 64)),
+        (O_PROJ, 224, (128, 64)),
+        (O_PROJ, 225, None),
         (GATE_UP, 8, (8, 32)),
         (GATE_UP, 16, (16, 64)),
         (GATE_UP, 17, None),
@@ -167,6 +176,10 @@ HOPPER_CONFIGS = [(kind, config) for (kind, _), shapes in linear_config._HOPPER_
         (DOWN, 65, (128, 64)),
         (DOWN, 128, (128, 64)),
         (DOWN, 129, None),
+        (DOWN, 160, None),
+        (DOWN, 161, (128, 128)),
+        (DOWN, 256, (128, 128)),
+        (DOWN, 257, None),
         (LM_HEAD, 8, None),
         (LM_HEAD, 16, None),
         (LM_HEAD, 17, (32, 64)),
@@ -222,7 +235,9 @@ def test_shapes_of_hopper_are_what_its_instructions_and_copies_take_and_fit(kind
     [
         (65, 8960, True),  # one tile of tokens: 94 of 132 SMs have one
         (128, 8960, True),
-        (129, 8960, False),  # 188 tiles: 1.4 waves
+        (129, 8960, True),  # a wide tile
+        (192, 8960, True),
+        (193, 8960, False),  # 188 tiles: 1.4 waves
         (256, 8960, False),
         (384, 8960, False),
         (512, 8960, True),  # 376 tiles: 2.85 waves
@@ -248,6 +263,13 @@ def test_tiles_are_powers_of_two_that_a_matrix_product_takes(config):
     assert config.block_m == 1 or (config.block_m >= 8 and all(size >= 16 for size in sizes[1:]))
     assert config.num_slices in (1, config.num_warps)
     assert config.num_warps in (1, 2, 4, 8) and 1 <= config.num_stages <= 4
+
+
+@pytest.mark.parametrize("table", linear_config._HOPPER_SHAPES.values())
+def test_shapes_of_hopper_are_listed_by_growing_number_of_tokens(table):
+    assert list(table) == sorted(table)
+    for most, shapes in table.items():
+        assert all(most <= shape.block_m or most > 128 for shape in shapes)
 
 
 @pytest.mark.parametrize("shapes", linear_config._SHAPES.values())

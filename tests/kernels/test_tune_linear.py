@@ -124,19 +124,21 @@ def test_candidates_for_hopper_are_tried_on_hopper(tuning, step, monkeypatch):
         assert on_hopper == dict.fromkeys(tried, 3 if has_it else 0)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 17, 64, 65, 129])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 17, 64, 65, 97, 129, 161, 256, 257])
 def test_candidates_for_hopper_fit_and_the_present_shapes_are_among_them(tuning, num_tokens):
-    for product, present in linear_config._HOPPER_SHAPES.items():
+    for product, table in linear_config._HOPPER_SHAPES.items():
         configs = tuning.hopper_candidates(product, num_tokens)
         if product[0] is Product.GATED and num_tokens > 64:
             assert configs == [tuning._GATED_TILES]
             continue
-        assert len(configs) == len(set(configs)) and bool(configs) == (2 <= num_tokens <= 128)
+        assert len(configs) == len(set(configs)) and bool(configs) == (2 <= num_tokens <= 256)
         for config in configs:
-            assert config.on_hopper and num_tokens <= config.block_m <= max(8, 2 * num_tokens)
+            assert config.on_hopper and config.block_m <= max(8, 2 * num_tokens)
+            assert num_tokens <= config.block_m or num_tokens > 128
             rows = config.block_n * (2 if product[0] is Product.GATED else 1)
             assert 2 * (rows + config.block_m) * config.block_k * config.num_stages <= 227 << 10
-        assert {config for config in present if configs and config.block_m == configs[0].block_m} <= set(configs)
+        present = next((shapes for most, shapes in table.items() if num_tokens <= most), ())
+        assert num_tokens == 1 or set(present) <= set(configs)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 16, 17, 64, 128, 256])

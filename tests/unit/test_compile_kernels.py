@@ -102,17 +102,22 @@ def test_a_product_on_hopper_fills_its_ring_with_weights_and_reads_nothing_else_
     assert "st.global" in after
 
 
-def test_gated_products_of_many_tokens_fill_their_ring_with_weights_and_read_nothing_else_before_they_wait():
-    """By the PTX: weights have four dimensions, tokens and results two; three consumers, five stages."""
+@pytest.mark.parametrize("num_tokens, num_stages, num_boxes", [(128, 5, 2), (192, 4, 3)])
+def test_gated_products_of_many_tokens_fill_their_ring_with_weights_and_read_nothing_else_before_they_wait(
+    num_tokens, num_stages, num_boxes
+):
+    """By the PTX: weights have four dimensions, tokens and results two; three consumers, 64 tokens a copy."""
     cases = all_cases(90)
-    if "hopper many gated Qwen2.5-1.5B" not in cases:
+    name = f"hopper many gated Qwen2.5-1.5B {num_tokens}"
+    if name not in cases:
         pytest.skip("this triton's Gluon is another")
-    ptx = compiled(cases["hopper many gated Qwen2.5-1.5B"], 90).asm["ptx"]
+    ptx = compiled(cases[name], 90).asm["ptx"]
     before, wait, after = ptx.partition("griddepcontrol.wait")
     assert wait and "griddepcontrol.launch_dependents" in ptx
     copies = [re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", part) for part in (before, after)]
-    assert copies == [["4"] * 15, ["2"] * 5 + ["4"] * 3 + ["2"]]
-    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global", ptx)) == 3
+    tokens = ["2"] * num_boxes
+    assert copies == [["4"] * 3 * num_stages, tokens * num_stages + ["4"] * 3 + tokens]
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global", ptx)) == 3 * num_boxes
     assert not re.search(r"ld\.global|st\.global|\bred\.|\batom\.", ptx)
 
 

@@ -645,5 +645,5 @@ def test_who_has_a_target(options, on_gpu, on_cpu):
 
 
 def test_the_default_target_grows_with_a_slow_model_and_a_chosen_one_does_not():
-    assert SchedulerConfig().target_itl() == (0.005, 2.75)
+    assert SchedulerConfig().target_itl() == (0.005, 3.25)
     assert SchedulerConfig(target_itl_ms=8).target_itl() == (0.008, 0.0)

@@ -1,9 +1,9 @@
 """Gate, up and SwiGLU of many tokens in one kernel on Hopper (sm_90).
 
-Computes y^T = silu(W_gate x^T) * (W_up x^T), a tile of 192 rows of weights and 128 tokens at a time. One warp, the
-producer, copies both to a ring of stages in shared memory (TMA), 64 inputs a stage, and is ahead by as many stages as
-there are, into the next tile too. Three warpgroups, the consumers, have 64 rows of weights each and multiply them with
-the same tokens. Barriers say which stages are full, and which may be written again.
+Computes y^T = silu(W_gate x^T) * (W_up x^T), a tile of 192 rows of weights and 128 or 192 tokens at a time. One warp,
+the producer, copies both to a ring of stages in shared memory (TMA), 64 inputs a stage, and is ahead by as many stages
+as there are, into the next tile too. Three warpgroups, the consumers, have 64 rows of weights each and multiply them
+with the same tokens. Barriers say which stages are full, and which may be written again.
 
 The copy of the weights puts gates and ups in turns, so that a thread finds both in what it has multiplied:
 
@@ -38,12 +38,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pico_vllm.kernels.attention_config import device_of
 from pico_vllm.kernels.gluon_compat import async_load, async_store, reinterpret, thread_barrier
 from pico_vllm.kernels.linear import LinearWeight
-from pico_vllm.kernels.linear_config import GATED_BLOCK_M, GATED_BLOCK_N
+from pico_vllm.kernels.linear_config import GATED_BLOCK_M, GATED_BLOCK_N, GATED_WIDE_BLOCK_M, gated_block_m
 
-#: Tokens of a tile, inputs of a stage, stages.
+#: Tokens of a tile, and how many more a wide one has: products of their own, since sizes are powers of two.
 _BLOCK_M = gl.constexpr(GATED_BLOCK_M)
+_MORE_M = gl.constexpr(GATED_WIDE_BLOCK_M - GATED_BLOCK_M)
+#: Tokens of a copy.
+_BOX_M = gl.constexpr(64)
+assert _MORE_M.value == _BOX_M.value and GATED_BLOCK_M == 2 * _BOX_M.value
+#: Inputs of a stage; stages, and those for wide tiles.
 _BLOCK_K = gl.constexpr(64)
-_STAGES = gl.constexpr(5)
+_NUM_STAGES, _NUM_WIDE_STAGES = 5, 4
 #: Consumers, and their rows of weights: half as many outputs.
 _CONSUMERS = gl.constexpr(3)
 _ROWS = gl.constexpr(64)
@@ -58,6 +63,7 @@ _WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 _RESULTS = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 #: Products of a consumer.
 _OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GATED_BLOCK_M, 16]))
+_MORE_OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _MORE_M.value, 16]))
 #: Registers a thread of the second and third consumer (the first has what is left) and of the producer.
 _CONSUMER_REGISTERS = gl.constexpr(160)
 _PRODUCER_REGISTERS = gl.constexpr(24)
@@ -74,9 +80,9 @@ def _find_tile(tile, num_token_tiles, num_output_tiles):
 
 
 @gluon.jit
-def _copy_weights(weight, w_boxes, full, stage, output_tile, step):
+def _copy_weights(weight, w_boxes, full, stage, output_tile, step, BLOCK_M: gl.constexpr):
     """Ask for the weights of a step; its barrier now waits for all bytes of the step, those of the tokens too."""
-    mbarrier.expect(full.index(stage), (_CONSUMERS * _ROWS + _BLOCK_M) * _BLOCK_K * 2)
+    mbarrier.expect(full.index(stage), (_CONSUMERS * _ROWS + BLOCK_M) * _BLOCK_K * 2)
     for consumer in gl.static_range(_CONSUMERS):
         first_group = (output_tile * _CONSUMERS + consumer) * (_OUTPUTS // 8)
         box = w_boxes.index(stage * _CONSUMERS + consumer)
@@ -84,7 +90,19 @@ def _copy_weights(weight, w_boxes, full, stage, output_tile, step):
 
 
 @gluon.jit
-def _produce(weight, x, w_boxes, x_tiles, full, empty, tiles, STEPS: gl.constexpr):
+def _copy_tokens(x, x_boxes, more_tiles, full, stage, token_tile, step, BLOCK_M: gl.constexpr):
+    """Ask for the tokens of a step."""
+    first, first_input = token_tile * BLOCK_M, step * _BLOCK_K
+    async_load(x, [first, first_input], full.index(stage), x_boxes.index(2 * stage))
+    async_load(x, [first + _BOX_M, first_input], full.index(stage), x_boxes.index(2 * stage + 1))
+    if BLOCK_M > _BLOCK_M:
+        async_load(x, [first + _BLOCK_M, first_input], full.index(stage), more_tiles.index(stage))
+
+
+@gluon.jit
+def _produce(
+    weight, x, w_boxes, x_boxes, more_tiles, full, empty, tiles, STEPS: gl.constexpr, BLOCK_M: gl.constexpr
+):  # fmt: skip
     """The producer: weights and tokens of all steps of all tiles of the program."""
     num_tiles, num_token_tiles, num_output_tiles = tiles
     program, num_programs = gl.program_id(0), gl.num_programs(0)
@@ -92,10 +110,10 @@ def _produce(weight, x, w_boxes, x_tiles, full, empty, tiles, STEPS: gl.constexp
     # Weights into every stage, wait, tokens into every stage.
     token_tile, output_tile = _find_tile(program, num_token_tiles, num_output_tiles)
     for first in gl.static_range(STAGES):
-        _copy_weights(weight, w_boxes, full, first, output_tile, first)
+        _copy_weights(weight, w_boxes, full, first, output_tile, first, BLOCK_M)
     gdc_wait()
     for first in gl.static_range(STAGES):
-        async_load(x, [token_tile * _BLOCK_M, first * _BLOCK_K], full.index(first), x_tiles.index(first))
+        _copy_tokens(x, x_boxes, more_tiles, full, first, token_tile, first, BLOCK_M)
     # The i-th step of the program, once its stage is empty.
     num_steps = (num_tiles - program + num_programs - 1) // num_programs * STEPS
     for i in range(STAGES, num_steps):
@@ -103,58 +121,84 @@ def _produce(weight, x, w_boxes, x_tiles, full, empty, tiles, STEPS: gl.constexp
         token_tile, output_tile = _find_tile(tile, num_token_tiles, num_output_tiles)
         step, stage = i % STEPS, i % STAGES
         mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
-        _copy_weights(weight, w_boxes, full, stage, output_tile, step)
-        async_load(x, [token_tile * _BLOCK_M, step * _BLOCK_K], full.index(stage), x_tiles.index(stage))
+        _copy_weights(weight, w_boxes, full, stage, output_tile, step, BLOCK_M)
+        _copy_tokens(x, x_boxes, more_tiles, full, stage, token_tile, step, BLOCK_M)
+
+
+@gluon.jit
+def _gate(acc, bias, out_features, first_output, dtype: gl.constexpr, HAS_BIAS: gl.constexpr):
+    """[32 outputs, tokens]: SwiGLU of a consumer's products, with the roundings of the unfused op."""
+    TOKENS: gl.constexpr = acc.shape[1]
+    if HAS_BIAS:
+        rows = gl.arange(0, _ROWS, gl.SliceLayout(1, acc.type.layout))
+        outputs = first_output + rows // 16 * 8 + rows % 8
+        entries = bias + outputs + rows // 8 % 2 * out_features
+        added = gl.load(entries, mask=outputs < out_features, other=0.0)
+        acc = acc + gl.expand_dims(added.to(gl.float32), 1)
+    pairs = gl.permute(gl.reshape(acc.to(dtype), [_OUTPUTS // 8, 2, 8, TOKENS]), (0, 2, 3, 1))
+    gate, up = gl.split(pairs)
+    gate = gate.to(gl.float32)
+    silu = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
+    return gl.reshape((silu * up.to(gl.float32)).to(dtype), [_OUTPUTS, TOKENS])
+
+
+@gluon.jit
+def _store(result, memory, boxes, y, first_output, first_token, CONSUMER: gl.constexpr):
+    """Store by way of shared memory, which the copies of what was stored before have left by then."""
+    NUM_BOXES: gl.constexpr = result.shape[1] // _BOX_M
+    tma.store_wait(0)
+    thread_barrier()
+    memory.permute((1, 0)).store(result)
+    fence_async_shared()
+    thread_barrier()
+    for box in gl.static_range(NUM_BOXES):
+        async_store(y, [first_token + box * _BOX_M, first_output], boxes.index(2 * CONSUMER + box))
 
 
 @gluon.jit
 def _consume(
-    y, bias, w_tiles, x_tiles, results, full, empty, out_features, tiles, STEPS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    y, bias, w_tiles, x_tiles, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 32 gates and their ups of every tile of the program."""
     num_tiles, num_token_tiles, num_output_tiles = tiles
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     STAGES: gl.constexpr = full.shape[0]
     dtype: gl.constexpr = w_tiles.dtype
+    IS_WIDE: gl.constexpr = BLOCK_M > _BLOCK_M
+    results = reinterpret(result_boxes, dtype, [_CONSUMERS, _BLOCK_M, _OUTPUTS], _RESULTS)
     i = program * 0
     for tile in range(program, num_tiles, num_programs):
         # 1. Multiply, one step behind the tensor cores; a stage is empty once its step has been multiplied.
         acc = gl.zeros([_ROWS, _BLOCK_M], gl.float32, _OUT)
+        more = gl.zeros([_ROWS, _MORE_M], gl.float32, _MORE_OUT)
         for step in range(0, STEPS):
             stage = i % STAGES
             mbarrier.wait(full.index(stage), i // STAGES & 1)
-            w_tile, x_tile = w_tiles.index(stage * _CONSUMERS + CONSUMER), x_tiles.index(stage).permute((1, 0))
-            acc = warpgroup_mma_wait(1, [warpgroup_mma(w_tile, x_tile, acc, is_async=True)])
+            w_tile = w_tiles.index(stage * _CONSUMERS + CONSUMER)
+            acc = warpgroup_mma(w_tile, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+            if IS_WIDE:
+                more = warpgroup_mma(w_tile, more_tiles.index(stage).permute((1, 0)), more, is_async=True)
+                acc, more = warpgroup_mma_wait(2, [acc, more])
+            else:
+                acc = warpgroup_mma_wait(1, [acc])
             mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=step > 0)
             i += 1
-        acc = warpgroup_mma_wait(0, [acc])
+        if IS_WIDE:
+            acc, more = warpgroup_mma_wait(0, [acc, more])
+        else:
+            acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))
 
-        # 2. Bias.
+        # 2. Gate and store.
         token_tile, output_tile = _find_tile(tile, num_token_tiles, num_output_tiles)
-        first_output = (output_tile * _CONSUMERS + CONSUMER) * _OUTPUTS
-        if HAS_BIAS:
-            rows = gl.arange(0, _ROWS, gl.SliceLayout(1, _OUT))
-            outputs = first_output + rows // 16 * 8 + rows % 8
-            entries = bias + outputs + rows // 8 % 2 * out_features
-            added = gl.load(entries, mask=outputs < out_features, other=0.0)
-            acc = acc + gl.expand_dims(added.to(gl.float32), 1)
-
-        # 3. SwiGLU, with the roundings of the unfused op.
-        pairs = gl.permute(gl.reshape(acc.to(dtype), [_OUTPUTS // 8, 2, 8, _BLOCK_M]), (0, 2, 3, 1))
-        gate, up = gl.split(pairs)
-        gate = gate.to(gl.float32)
-        silu = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
-        result = gl.reshape((silu * up.to(gl.float32)).to(dtype), [_OUTPUTS, _BLOCK_M])
-
-        # 4. Store by way of shared memory, which the copy of the last tile has left by then.
-        tma.store_wait(0)
-        thread_barrier()
-        results.index(CONSUMER).permute((1, 0)).store(result)
-        fence_async_shared()
-        thread_barrier()
-        async_store(y, [token_tile * _BLOCK_M, first_output], results.index(CONSUMER))
+        first_output, first_token = (output_tile * _CONSUMERS + CONSUMER) * _OUTPUTS, token_tile * BLOCK_M
+        result = _gate(acc, bias, out_features, first_output, dtype, HAS_BIAS)
+        _store(result, results.index(CONSUMER), result_boxes, y, first_output, first_token, CONSUMER)
+        if IS_WIDE:
+            result = _gate(more, bias, out_features, first_output, dtype, HAS_BIAS)
+            memory = result_boxes.index(2 * CONSUMER)
+            _store(result, memory, result_boxes, y, first_output, first_token + _BLOCK_M, CONSUMER)
     tma.store_wait(0)
 
 
@@ -171,6 +215,7 @@ def _hopper_gated_kernel(
     STEPS: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
 ):
     """y = silu(x W_gate^T + b_gate) * (x W_up^T + b_up).
 
@@ -181,9 +226,13 @@ def _hopper_gated_kernel(
     dtype: gl.constexpr = weight.dtype
     NUM_BOXES: gl.constexpr = NUM_STAGES * _CONSUMERS
     w_boxes = gl.allocate_shared_memory(dtype, [NUM_BOXES, _OUTPUTS // 8, 2, 8, _BLOCK_K], _WEIGHTS)
+    x_boxes = gl.allocate_shared_memory(dtype, [NUM_STAGES * 2, _BOX_M, _BLOCK_K], _SWIZZLED)
     w_tiles = reinterpret(w_boxes, dtype, [NUM_BOXES, _ROWS, _BLOCK_K], _SWIZZLED)
-    x_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, _BLOCK_M, _BLOCK_K], _SWIZZLED)
-    results = gl.allocate_shared_memory(dtype, [_CONSUMERS, _BLOCK_M, _OUTPUTS], _RESULTS)
+    x_tiles = reinterpret(x_boxes, dtype, [NUM_STAGES, _BLOCK_M, _BLOCK_K], _SWIZZLED)
+    more_tiles = x_boxes
+    if BLOCK_M > _BLOCK_M:
+        more_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, _MORE_M, _BLOCK_K], _SWIZZLED)
+    result_boxes = gl.allocate_shared_memory(dtype, [_CONSUMERS * 2, _BOX_M, _OUTPUTS], _RESULTS)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
@@ -195,14 +244,23 @@ def _hopper_gated_kernel(
     tiles = (num_tiles, num_token_tiles, num_output_tiles)
     gl.warp_specialize(
         [
-            (_consume, (y, bias, w_tiles, x_tiles, results, full, empty, out_features, tiles, STEPS, HAS_BIAS, 0)),
-            (_consume, (y, bias, w_tiles, x_tiles, results, full, empty, out_features, tiles, STEPS, HAS_BIAS, 1)),
-            (_consume, (y, bias, w_tiles, x_tiles, results, full, empty, out_features, tiles, STEPS, HAS_BIAS, 2)),
-            (_produce, (weight, x, w_boxes, x_tiles, full, empty, tiles, STEPS)),
+            (_consume, (
+                y, bias, w_tiles, x_tiles, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS, HAS_BIAS,
+                BLOCK_M, 0,
+            )),
+            (_consume, (
+                y, bias, w_tiles, x_tiles, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS, HAS_BIAS,
+                BLOCK_M, 1,
+            )),
+            (_consume, (
+                y, bias, w_tiles, x_tiles, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS, HAS_BIAS,
+                BLOCK_M, 2,
+            )),
+            (_produce, (weight, x, w_boxes, x_boxes, more_tiles, full, empty, tiles, STEPS, BLOCK_M)),
         ],
         [4, 4, 1],
         [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 def launch_hopper_gated(x: torch.Tensor, weight: LinearWeight, y: torch.Tensor) -> None:
@@ -214,13 +272,14 @@ def launch_hopper_gated(x: torch.Tensor, weight: LinearWeight, y: torch.Tensor) 
         y: [num_tokens, out_features / 2], contiguous.
     """
     num_tokens, in_features = x.shape
-    num_token_tiles = triton.cdiv(num_tokens, GATED_BLOCK_M)
+    block_m = gated_block_m(num_tokens)
+    num_token_tiles = triton.cdiv(num_tokens, block_m)
     num_output_tiles = triton.cdiv(y.shape[1], GATED_BLOCK_N)
     num_tiles = num_token_tiles * num_output_tiles
     steps = in_features // _BLOCK_K.value
     # Of tokens and results made anew for every launch and passed by value: a captured graph has its own.
-    tokens = TensorDescriptor(x, [*x.shape], [x.stride(0), 1], [GATED_BLOCK_M, _BLOCK_K.value], _SWIZZLED.value)
-    results = TensorDescriptor(y, [*y.shape], [y.shape[1], 1], [GATED_BLOCK_M, _OUTPUTS.value], _RESULTS.value)
+    tokens = TensorDescriptor(x, [*x.shape], [x.stride(0), 1], [_BOX_M.value, _BLOCK_K.value], _SWIZZLED.value)
+    results = TensorDescriptor(y, [*y.shape], [y.shape[1], 1], [_BOX_M.value, _OUTPUTS.value], _RESULTS.value)
     _hopper_gated_kernel[(min(num_tiles, device_of(x.device.index).num_sms),)](
         _weight_descriptor(weight),
         tokens,
@@ -231,8 +290,9 @@ def launch_hopper_gated(x: torch.Tensor, weight: LinearWeight, y: torch.Tensor) 
         num_token_tiles,
         num_output_tiles,
         STEPS=steps,
-        NUM_STAGES=min(_STAGES.value, steps),
+        NUM_STAGES=min(_NUM_STAGES if block_m == GATED_BLOCK_M else _NUM_WIDE_STAGES, steps),
         HAS_BIAS=weight.bias is not None,
+        BLOCK_M=block_m,
         num_warps=4,
         launch_pdl=True,
     )

@@ -54,7 +54,7 @@ class LinearConfig:
 
 
 #: Tokens of any shape here; of more, cuBLAS is faster.
-MAX_ROWS = 128
+MAX_ROWS = 256
 #: Products with so many inputs have shapes of their own (down projections), and so have those with so many outputs
 #: (lm_head).
 _LONG, _WIDE = 4096, 32768
@@ -102,52 +102,66 @@ def _on_hopper(block_m: int, block_n: int, block_k: int, num_stages: int, max_sp
     return LinearConfig(block_m, block_n, block_k, 4, num_stages, max_splits, on_hopper=True)
 
 
-#: On Hopper, for what its kernel can take: 2 to 8 tokens have the first shape that it takes of block_m 8, 9 to 16 that
-#: of 16 and so on. Where there is none, that of ``_SHAPES`` was as fast, or 5 µs of the step slower (lm_head up to 16
-#: tokens). Found in the same way (benchmarks/results/h200_linear_hopper_tuning.txt). The step takes, in µs, without /
-#: with the kernel: 1,347 / 1,190 at 8 tokens, 1,420 / 1,329 at 16, 1,638 / 1,460 at 32, 1,868 / 1,602 at 64; with the
-#: one for gated products of many tokens too (h200_gated_hopper_tuning.txt), 2,378 / 2,211 at 96, 2,621 / 2,338 at 128.
-_HOPPER_SHAPES: dict[tuple[Product, bool], tuple[LinearConfig, ...]] = {
-    (Product.WHOLE, False): (
-        _on_hopper(8, block_n=32, block_k=256, num_stages=6),
-        _on_hopper(8, block_n=64, block_k=128, num_stages=6),
-        _on_hopper(16, block_n=16, block_k=256, num_stages=6),
-        _on_hopper(32, block_n=32, block_k=256, num_stages=6),
-        _on_hopper(32, block_n=64, block_k=128, num_stages=6),
-        _on_hopper(64, block_n=64, block_k=128, num_stages=6),
-        _on_hopper(128, block_n=32, block_k=128, num_stages=4),
-        _on_hopper(128, block_n=64, block_k=64, num_stages=6),
-    ),
-    (Product.WHOLE, True): (
-        _on_hopper(32, block_n=64, block_k=128, num_stages=4),
-        _on_hopper(64, block_n=128, block_k=64, num_stages=4),
-    ),
-    (Product.PARTIAL, False): (
-        _on_hopper(8, block_n=64, block_k=128, num_stages=4, max_splits=3),
-        _on_hopper(16, block_n=32, block_k=256, num_stages=3, max_splits=2),
-        _on_hopper(16, block_n=64, block_k=128, num_stages=4, max_splits=3),
-        _on_hopper(32, block_n=64, block_k=128, num_stages=4, max_splits=3),
-        _on_hopper(64, block_n=64, block_k=128, num_stages=4, max_splits=3),
-        _on_hopper(128, block_n=64, block_k=128, num_stages=4, max_splits=3),
-    ),
-    (Product.PARTIAL, True): (
-        _on_hopper(8, block_n=128, block_k=128, num_stages=4, max_splits=10),
-        _on_hopper(32, block_n=64, block_k=256, num_stages=3, max_splits=5),
-        _on_hopper(64, block_n=64, block_k=128, num_stages=6, max_splits=5),
-        _on_hopper(128, block_n=64, block_k=128, num_stages=3, max_splits=5),
-    ),
-    (Product.GATED, False): (
-        _on_hopper(8, block_n=32, block_k=128, num_stages=4),
-        _on_hopper(16, block_n=64, block_k=64, num_stages=6),
-        _on_hopper(64, block_n=64, block_k=64, num_stages=4),
-    ),
+#: On Hopper, for what its kernel can take: up to so many tokens → shapes, of which the first that it takes counts.
+#: Where there is none, that of ``_SHAPES`` or cuBLAS was as fast (of lm_head up to 16 tokens 5 µs of the step slower).
+#: Found in the same way (benchmarks/results/h200_linear_hopper_tuning.txt, above 64 tokens
+#: h200_gated_hopper_tuning.txt). The step takes, in µs, without / with the kernels for Hopper: 1,347 / 1,190 at 8,
+#: 1,420 / 1,329 at 16, 1,638 / 1,460 at 32, 1,868 / 1,602 at 64, 2,378 / 2,211 at 96, 2,621 / 2,338 at 128, 3,115 /
+#: 2,961 at 160, 3,514 / 3,174 at 192, 3,607 / 3,342 at 224, 3,734 / 3,635 at 256.
+_HOPPER_SHAPES: dict[tuple[Product, bool], dict[int, tuple[LinearConfig, ...]]] = {
+    (Product.WHOLE, False): {
+        8: (
+            _on_hopper(8, block_n=32, block_k=256, num_stages=6),
+            _on_hopper(8, block_n=64, block_k=128, num_stages=6),
+        ),
+        16: (_on_hopper(16, block_n=16, block_k=256, num_stages=6),),
+        32: (
+            _on_hopper(32, block_n=32, block_k=256, num_stages=6),
+            _on_hopper(32, block_n=64, block_k=128, num_stages=6),
+        ),
+        64: (_on_hopper(64, block_n=64, block_k=128, num_stages=6),),
+        96: (),
+        128: (
+            _on_hopper(128, block_n=32, block_k=128, num_stages=4),
+            _on_hopper(128, block_n=64, block_k=64, num_stages=6),
+        ),
+        256: (_on_hopper(64, block_n=64, block_k=128, num_stages=6),),
+    },
+    (Product.WHOLE, True): {
+        16: (),
+        32: (_on_hopper(32, block_n=64, block_k=128, num_stages=4),),
+        64: (_on_hopper(64, block_n=128, block_k=64, num_stages=4),),
+    },
+    (Product.PARTIAL, False): {
+        8: (_on_hopper(8, block_n=64, block_k=128, num_stages=4, max_splits=3),),
+        16: (
+            _on_hopper(16, block_n=32, block_k=256, num_stages=3, max_splits=2),
+            _on_hopper(16, block_n=64, block_k=128, num_stages=4, max_splits=3),
+        ),
+        32: (_on_hopper(32, block_n=64, block_k=128, num_stages=4, max_splits=3),),
+        64: (_on_hopper(64, block_n=64, block_k=128, num_stages=4, max_splits=3),),
+        128: (_on_hopper(128, block_n=64, block_k=128, num_stages=4, max_splits=3),),
+        224: (_on_hopper(128, block_n=64, block_k=128, num_stages=4, max_splits=2),),
+    },
+    (Product.PARTIAL, True): {
+        8: (_on_hopper(8, block_n=128, block_k=128, num_stages=4, max_splits=10),),
+        16: (),
+        32: (_on_hopper(32, block_n=64, block_k=256, num_stages=3, max_splits=5),),
+        64: (_on_hopper(64, block_n=64, block_k=128, num_stages=6, max_splits=5),),
+        128: (_on_hopper(128, block_n=64, block_k=128, num_stages=3, max_splits=5),),
+        160: (),
+        256: (_on_hopper(128, block_n=128, block_k=64, num_stages=6, max_splits=5),),
+    },
+    (Product.GATED, False): {
+        8: (_on_hopper(8, block_n=32, block_k=128, num_stages=4),),
+        16: (_on_hopper(16, block_n=64, block_k=64, num_stages=6),),
+        32: (),
+        64: (_on_hopper(64, block_n=64, block_k=64, num_stages=4),),
+    },
 }
 
-#: Tokens of which cuBLAS multiplies qkv faster all the same: 3 µs a product, as much as it is slower from 97 on.
-_CUBLAS_WHOLE = range(65, 97)
-
-#: A tile of the kernel for Hopper that multiplies many tokens and gates: tokens, outputs.
-GATED_BLOCK_M, GATED_BLOCK_N = 128, 96
+#: A tile of the kernel for Hopper that multiplies many tokens and gates: tokens, those of a wide one, outputs.
+GATED_BLOCK_M, GATED_WIDE_BLOCK_M, GATED_BLOCK_N = 128, 192, 96
 #: Share of the SMs' time that its tiles must fill: with less, cuBLAS and SwiGLU after it are faster.
 _MIN_FILL = 0.85
 
@@ -184,11 +198,9 @@ def choose_linear(
     """
     product = shape_class(kind, out_features, in_features)
     config = next((shape for shape in _SHAPES[product] if num_rows <= shape.block_m), None)
-    is_cublas = product == (Product.WHOLE, False) and num_rows in _CUBLAS_WHOLE
-    if smallest_hopper_tile is not None and architecture == 90 and num_rows > 1 and not is_cublas:
-        block_m = max(8, _next_power_of_2(num_rows))
+    if smallest_hopper_tile is not None and architecture == 90 and num_rows > 1:
         min_block_n = smallest_hopper_tile // (2 if kind is Product.GATED else 1)
-        shapes = (shape for shape in _HOPPER_SHAPES[product] if shape.block_m == block_m)
+        shapes = next((shapes for most, shapes in _HOPPER_SHAPES[product].items() if num_rows <= most), ())
         config = next((shape for shape in shapes if shape.block_n >= min_block_n), config)
     if config is None:
         return None
@@ -196,6 +208,11 @@ def choose_linear(
     # Tuned for 227 KB of shared memory; others have 99.
     num_stages = config.num_stages if architecture == 90 else min(config.num_stages, 2)
     return dataclasses.replace(config, block_k=block_k, num_stages=num_stages)
+
+
+def gated_block_m(num_rows: int) -> int:
+    """Tokens of a tile: wide ones where one holds all."""
+    return GATED_WIDE_BLOCK_M if GATED_BLOCK_M < num_rows <= GATED_WIDE_BLOCK_M else GATED_BLOCK_M
 
 
 def takes_gated_tiles(num_rows: int, out_features: int, num_sms: int) -> bool:
@@ -209,7 +226,7 @@ def takes_gated_tiles(num_rows: int, out_features: int, num_sms: int) -> bool:
         out_features: of the result.
         num_sms: of the device.
     """
-    num_token_tiles = -(-num_rows // GATED_BLOCK_M)
+    num_token_tiles = -(-num_rows // gated_block_m(num_rows))
     num_tiles = num_token_tiles * -(-out_features // GATED_BLOCK_N)
     return num_token_tiles == 1 or num_tiles >= _MIN_FILL * num_sms * -(-num_tiles // num_sms)
 

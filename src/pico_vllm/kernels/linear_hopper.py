@@ -52,10 +52,10 @@ def _copy_weights(weight, w_boxes, full, step, first_slice, first_output, NUM_BY
 
 
 @gluon.jit
-def _copy_tokens(x, x_boxes, full, step, first_slice, is_step):
+def _copy_tokens(x, x_boxes, full, step, first_slice, first_token, is_step):
     """Ask for the tokens of a step."""
     stage = step % full.shape[0]
-    async_load(x, [first_slice, 0, 0], full.index(stage), x_boxes.index(stage), pred=is_step)
+    async_load(x, [first_slice, first_token, 0], full.index(stage), x_boxes.index(stage), pred=is_step)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_tiles"])
@@ -72,16 +72,18 @@ def _hopper_linear_kernel(
     HAS_BIAS: gl.constexpr,
     IS_PARTIAL: gl.constexpr,
     IS_GATED: gl.constexpr,
+    NUM_TOKEN_TILES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
     """y = x W^T + b as in ``_few_rows_kernel``, computed as W x^T, [BLOCK_N (gated: twice), BLOCK_M].
 
-    Grid: (num_tiles * num_splits,), tiles fastest. A program sums STEPS steps of BLOCK_K inputs. ``weight`` and ``x``
-    are descriptors; what lies outside of the matrices is copied as 0. Stage step % NUM_STAGES of the ring has the
-    weights and the tokens of a step, and a barrier that waits for both. The instruction has 64 rows of weights at
-    least: of a smaller tile it multiplies what lies behind as well, and these results are thrown away.
+    Grid: (NUM_TOKEN_TILES * num_tiles * num_splits,), tiles of tokens fastest, then those of outputs. A program sums
+    STEPS steps of BLOCK_K inputs. ``weight`` and ``x`` are descriptors; what lies outside of the matrices is copied as
+    0. Stage step % NUM_STAGES of the ring has the weights and the tokens of a step, and a barrier that waits for both.
+    The instruction has 64 rows of weights at least: of a smaller tile it multiplies what lies behind as well, and these
+    results are thrown away.
     """
     # 1. The ring, and stages behind it as far as an instruction on the last one reads.
     gdc_launch_dependents()
@@ -103,6 +105,10 @@ def _hopper_linear_kernel(
 
     # 2. The tile of this program: its outputs, and the steps [first_step, first_step + STEPS) of the inputs.
     program = gl.program_id(0)
+    first_token = program * 0
+    if NUM_TOKEN_TILES > 1:
+        first_token = program % NUM_TOKEN_TILES * BLOCK_M
+        program = program // NUM_TOKEN_TILES
     split, tile = program * 0, program
     if IS_PARTIAL:
         split, tile = program // num_tiles, program % num_tiles
@@ -115,7 +121,7 @@ def _hopper_linear_kernel(
         _copy_weights(weight, w_boxes, full, first, (first_step + first) * SLICES, first_output, NUM_BYTES, True)
     gdc_wait()
     for first in gl.static_range(NUM_STAGES):
-        _copy_tokens(x, x_boxes, full, first, (first_step + first) * SLICES, True)
+        _copy_tokens(x, x_boxes, full, first, (first_step + first) * SLICES, first_token, True)
 
     # 4. Multiply, one step behind the tensor cores; a stage is filled again once its step has been multiplied.
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_NUM_WARPS, 1], [16, BLOCK_M, 16])
@@ -135,7 +141,7 @@ def _hopper_linear_kernel(
             is_step = (step > 0) & (later < STEPS)
             first_slice = (first_step + later) * SLICES
             _copy_weights(weight, w_boxes, full, later, first_slice, first_output, NUM_BYTES, is_step)
-            _copy_tokens(x, x_boxes, full, later, first_slice, is_step)
+            _copy_tokens(x, x_boxes, full, later, first_slice, first_token, is_step)
     acc = warpgroup_mma_wait(0, [acc])
 
     # 5. Bias, of the first split.
@@ -171,7 +177,7 @@ def _hopper_linear_kernel(
     # 7. Store: y is [num_splits, num_rows, out_features] or whole.
     rows = gl.arange(0, result.shape[0], gl.SliceLayout(1, LAYOUT))
     outputs = first_output + rows
-    tokens = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
+    tokens = first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
     is_output = outputs < out_features
     if TILE < 64:
         is_output = is_output & (rows < TILE)
@@ -211,17 +217,18 @@ def launch_hopper_linear(
 
     Args:
         kind: of the product.
-        x: [num_tokens, in_features], at most ``config.block_m`` tokens.
+        x: [num_tokens, in_features].
         weight: as ``linear_triton`` says, in memory for good.
         y: contiguous, [num_splits, num_tokens, out_features] fp32 if partial, else [num_tokens, out_features].
         config: with ``on_hopper``.
     """
     num_rows, out_features, in_features = x.shape[0], y.shape[-1], weight.in_features
-    assert config.on_hopper and num_rows <= config.block_m
+    assert config.on_hopper
+    num_token_tiles = triton.cdiv(num_rows, config.block_m)
     num_tiles = triton.cdiv(out_features, config.block_n)
     steps = config.split(in_features) // config.block_k
     dense = weight.to_dense()
-    _hopper_linear_kernel[(num_tiles * config.num_splits(in_features),)](
+    _hopper_linear_kernel[(num_token_tiles * num_tiles * config.num_splits(in_features),)](
         _weight_descriptor(kind, weight, config),
         _token_descriptor(x, config),
         dense if weight.bias is None else weight.bias,
@@ -234,6 +241,7 @@ def launch_hopper_linear(
         HAS_BIAS=weight.bias is not None,
         IS_PARTIAL=kind is Product.PARTIAL,
         IS_GATED=kind is Product.GATED,
+        NUM_TOKEN_TILES=num_token_tiles,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
