@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -61,3 +62,18 @@ def before_nan(tensor: torch.Tensor) -> torch.Tensor:
 def added_up(y: torch.Tensor) -> torch.Tensor:
     """Of partial sums the sum."""
     return y if y.dim() == 2 else y.sum(dim=0)
+
+
+@contextmanager
+def exact_sums() -> Iterator[None]:
+    """Inside, cuBLAS adds its partial sums in fp32; by default it may in 16 bits."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(matmul, name) for name in names}
+    for name in names:
+        setattr(matmul, name, False)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)

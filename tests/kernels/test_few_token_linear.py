@@ -20,7 +20,7 @@ from kernel_implementations import (
     each_implementation,
     each_implementation_and_dtype,
 )
-from linear_cases import OPS, Case, added_up, before_nan, build
+from linear_cases import OPS, Case, added_up, before_nan, build, exact_sums
 from pico_vllm.kernels import linear_config
 from pico_vllm.kernels.linear import linear_cpu, linear_reference, pack_linear_dense
 from pico_vllm.kernels.linear_config import Product
@@ -46,16 +46,10 @@ each_op_and_implementation = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def exact_sums():
-    """cuBLAS may add its own partial sums in 16 bits: not what this compares."""
-    matmul = torch.backends.cuda.matmul
-    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    before = {name: getattr(matmul, name) for name in names}
-    for name in names:
-        setattr(matmul, name, False)
-    yield
-    for name, value in before.items():
-        setattr(matmul, name, value)
+def cublas_adds_in_fp32():
+    """What it does otherwise is not what this compares."""
+    with exact_sums():
+        yield
 
 
 # ------------------------------------------------------------------------------------------------ near the oracle

@@ -12,7 +12,7 @@ import torch
 from kernel_cases import NAN
 from kernel_implementations import assert_bitwise, assert_near_oracle
 from kernel_launches import Launches, fresh
-from linear_cases import OPS, Case, added_up, before_nan, build
+from linear_cases import OPS, Case, added_up, before_nan, build, exact_sums
 from linear_shapes import MODELS
 
 if importlib.util.find_spec("triton") is None:
@@ -311,7 +311,8 @@ def test_products_of_a_model_are_near_the_oracle_at_every_border(name, num_token
     """By the shapes that are chosen, with the kernels that they are for."""
     shape = QWEN[name]
     case = build_on_gpu(shape.kind, num_tokens, shape.in_features, shape.out_features, has_bias=shape.has_bias)
-    assert_right(shape.kind, case.run(FUNCTIONS[shape.kind]), case)
+    with exact_sums():
+        assert_right(shape.kind, case.run(FUNCTIONS[shape.kind]), case)
 
 
 @needs_hopper

@@ -12,7 +12,7 @@ import triton.language as tl
 _BLOCK = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _uniform_kernel(seeds_ptr, sample_indices_ptr, positions_ptr, uniform_ptr, n, BLOCK: tl.constexpr):
     """uniform[i] = (x0 << 21 | x1 >> 11) / 2^53 of Philox with key seeds[i], counter (positions[i], sample_indices[i]).
 

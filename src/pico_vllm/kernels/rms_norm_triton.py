@@ -24,7 +24,7 @@ _MAX_ROWS_A_PROGRAM = 16
 _ELEMENTS_A_WARP = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
@@ -55,7 +55,7 @@ def _rms_norm_kernel(
     tl.store(y_ptr + rows[:, None] * HIDDEN + columns[None, :], y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
