@@ -16,7 +16,7 @@ from pico_vllm.kernels.linear_config import LinearConfig, Product, choose_linear
 def compile_cases(architecture: int) -> list[CompileCase]:
     """One case a number of tokens at which the launch shape changes, a product and a model; bf16."""
     few = [
-        _hopper_case(f"hopper linear {model} {shape.name}", shape, num_rows, config)
+        _hopper_case(f"hopper linear {model} {shape.name}", shape, config)
         if config.on_hopper
         else _case(f"linear {model} {shape.name}", shape, num_rows, config, architecture)
         for model, shapes in MODELS.items()
@@ -24,7 +24,7 @@ def compile_cases(architecture: int) -> list[CompileCase]:
         for num_rows in (1, 8, 16, 32, 64, 128, 160, 192, 256)
         for config in _configs(shape, num_rows, architecture)
     ]
-    few = list({case.name: case for case in few}.values())  # of 160 and 192 tokens some are the same
+    few = list({case.name: case for case in few}.values())  # some serve several numbers of tokens
     if architecture != 90 or linear_triton.launch_hopper_gated is None:
         return few
     gated = ((model, shape) for model, shapes in MODELS.items() for shape in shapes if shape.kind is Product.GATED)
@@ -81,22 +81,22 @@ def _case(name: str, shape: ProductShape, num_rows: int, config: LinearConfig, a
     )
 
 
-def _hopper_case(name: str, shape: ProductShape, num_rows: int, config: LinearConfig) -> CompileCase:
+def _hopper_case(name: str, shape: ProductShape, config: LinearConfig) -> CompileCase:
     from pico_vllm.kernels import linear_hopper
 
     is_gated = shape.kind is Product.GATED
     steps, slices = config.split(shape.in_features) // config.block_k, config.block_k // 64
-    num_token_tiles = -(-num_rows // config.block_m)
     weights, tokens = f"{slices}, {1 + is_gated}, {config.block_n}", f"{slices}, {config.block_m}"
     return CompileCase(
-        name=f"{name} {num_token_tiles * config.block_m}x{config.block_n}x{config.block_k}",
+        name=f"{name} {config.block_m}x{config.block_n}x{config.block_k}"
+        + (f" splits {config.max_splits}" if config.max_splits > 1 else ""),
         kernel=linear_hopper._hopper_linear_kernel,
         signature={
             "weight": f"tensordesc<bf16[{weights}, 64],{linear_hopper._WEIGHTS.value!r}>",
             "x": f"tensordesc<bf16[{tokens}, 64],{linear_hopper._TOKENS.value!r}>",
             "bias": "*bf16",
             "y": "*fp32" if shape.kind is Product.PARTIAL else "*bf16",
-            **dict.fromkeys(("num_rows", "out_features", "num_tiles"), "i32"),
+            **dict.fromkeys(("num_rows", "out_features", "num_tiles", "num_token_tiles"), "i32"),
         },
         constexprs={
             "STEPS": steps,
@@ -104,7 +104,6 @@ def _hopper_case(name: str, shape: ProductShape, num_rows: int, config: LinearCo
             "HAS_BIAS": shape.has_bias,
             "IS_PARTIAL": shape.kind is Product.PARTIAL,
             "IS_GATED": is_gated,
-            "NUM_TOKEN_TILES": num_token_tiles,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,

@@ -99,10 +99,10 @@ def test_each_product_is_launched_as_it_was_measured(
         num_tokens,
         out_features,
     )
-    assert integers == [num_tokens, out_features, num_tiles]
+    assert integers == [num_tokens, out_features, num_tiles, num_token_tiles]
     assert params == {
         "STEPS": steps, "NUM_STAGES": stages, "HAS_BIAS": name == "qkv", "IS_PARTIAL": kind is Product.PARTIAL,
-        "IS_GATED": kind is Product.GATED, "NUM_TOKEN_TILES": num_token_tiles, "BLOCK_M": block_m, "BLOCK_N": block_n,
+        "IS_GATED": kind is Product.GATED, "BLOCK_M": block_m, "BLOCK_N": block_n,
         "BLOCK_K": block_k, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     assert bias is (weight.bias if name == "qkv" else weight.dense)
@@ -398,7 +398,7 @@ def test_a_product_goes_where_it_is_told(hopper_only, num_tokens, out_features):
 @pytest.mark.parametrize("num_tokens", [8, 64, 192])
 def test_a_captured_launch_multiplies_the_tokens_of_each_replay(hopper_only, kind, num_tokens):
     """The descriptor that a graph has is its own: the one of the launch, and even x itself, may be gone."""
-    case = build_on_gpu(kind, num_tokens, 1536, 300)
+    case = build_on_gpu(kind, num_tokens, 1536, 304)
     weight = pack_linear_dense(case.weight, None)
     x = torch.empty_like(case.x)
     FUNCTIONS[kind](x, weight)  # compiles

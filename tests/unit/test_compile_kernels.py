@@ -79,10 +79,10 @@ def test_a_kernel_that_is_launched_early_reads_nothing_but_weights_before_it_wai
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_refills"),
     [
-        ("o 8x64x128", 4, 0),
+        ("o 8x64x128 splits 3", 4, 0),
         ("qkv 64x64x128", 6, 1),
         ("gate_up 16x64x64", 6, 1),
-        ("down 32x64x256", 3, 1),
+        ("down 32x64x256 splits 5", 3, 1),
         ("lm_head 64x128x64", 4, 1),
     ],
 )

@@ -58,7 +58,7 @@ def _copy_tokens(x, x_boxes, full, step, first_slice, first_token, is_step):
     async_load(x, [first_slice, first_token, 0], full.index(stage), x_boxes.index(stage), pred=is_step)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_tiles"])
+@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "num_token_tiles"])
 def _hopper_linear_kernel(
     weight,
     x,
@@ -67,19 +67,19 @@ def _hopper_linear_kernel(
     num_rows,
     out_features,
     num_tiles,
+    num_token_tiles,
     STEPS: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     IS_PARTIAL: gl.constexpr,
     IS_GATED: gl.constexpr,
-    NUM_TOKEN_TILES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
     """y = x W^T + b as in ``_few_rows_kernel``, computed as W x^T, [BLOCK_N (gated: twice), BLOCK_M].
 
-    Grid: (NUM_TOKEN_TILES * num_tiles * num_splits,), tiles of tokens fastest, then those of outputs. A program sums
+    Grid: (num_token_tiles * num_tiles * num_splits,), tiles of tokens fastest, then those of outputs. A program sums
     STEPS steps of BLOCK_K inputs. ``weight`` and ``x`` are descriptors; what lies outside of the matrices is copied as
     0. Stage step % NUM_STAGES of the ring has the weights and the tokens of a step, and a barrier that waits for both.
     The instruction has 64 rows of weights at least: of a smaller tile it multiplies what lies behind as well, and these
@@ -104,11 +104,8 @@ def _hopper_linear_kernel(
     thread_barrier()
 
     # 2. The tile of this program: its outputs, and the steps [first_step, first_step + STEPS) of the inputs.
-    program = gl.program_id(0)
-    first_token = program * 0
-    if NUM_TOKEN_TILES > 1:
-        first_token = program % NUM_TOKEN_TILES * BLOCK_M
-        program = program // NUM_TOKEN_TILES
+    first_token = gl.program_id(0) % num_token_tiles * BLOCK_M
+    program = gl.program_id(0) // num_token_tiles
     split, tile = program * 0, program
     if IS_PARTIAL:
         split, tile = program // num_tiles, program % num_tiles
@@ -236,12 +233,12 @@ def launch_hopper_linear(
         num_rows,
         out_features,
         num_tiles,
+        num_token_tiles,
         STEPS=steps,
         NUM_STAGES=min(config.num_stages, steps),
         HAS_BIAS=weight.bias is not None,
         IS_PARTIAL=kind is Product.PARTIAL,
         IS_GATED=kind is Product.GATED,
-        NUM_TOKEN_TILES=num_token_tiles,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
