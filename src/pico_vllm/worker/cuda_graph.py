@@ -54,10 +54,10 @@ MANY_DECODES = 144
 MAX_UNORDERED_DECODES = 64
 #: Tokens of the prompt captures, as far as max_num_batched_tokens goes. Above the last one the GPU is busy for longer
 #: than Python needs to launch.
-PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
 #: Tokens of the captures with decodes (from 128 on whole tiles of matrix products), and decodes among them: these are
 #: far apart, since room for more of them costs no tokens, only splits of long contexts.
-MIXED_SIZES = (128, 256, 512, 640, 768, 1024, 1280, 1536, 2048)
+MIXED_SIZES = (128, 256, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
 MIXED_DECODES = (8, 64, 256)
 #: Prompts and chunks of a mixed or prompt capture, and positions of their contexts.
 PROMPT_MAX_SEQS = 8

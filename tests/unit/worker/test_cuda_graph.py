@@ -332,7 +332,7 @@ def test_one_sequence_at_a_time_needs_no_mixed_size(checkpoint):
 def test_sizes_of_the_default_engine_by_hand(monkeypatch):
     monkeypatch.undo()
     sizes = mixed_sizes(2048, 256)
-    assert len(sizes) == 14 + 23
+    assert len(sizes) == 15 + 26
     assert sizes[:6] == [(16, 0), (32, 0), (64, 0), (128, 0), (128, 8), (128, 64)]
     assert [s.num_decodes for s in sizes if s.num_tokens == 128] == [0, 8, 64, 127]
     assert [s.num_decodes for s in sizes if s.num_tokens == 2048] == [0, 64, 255]
