@@ -239,22 +239,36 @@ def test_shapes_of_hopper_are_what_its_instructions_and_copies_take_and_fit(kind
         (192, 8960, True),
         (193, 8960, False),  # 188 tiles: 1.4 waves
         (256, 8960, False),
-        (384, 8960, False),
-        (512, 8960, True),  # 376 tiles: 2.85 waves
-        (640, 8960, True),  # 470: 3.56
-        (768, 8960, False),  # 564: 4.27
-        (896, 8960, True),
-        (1024, 8960, True),
-        (2048, 8960, True),
+        (257, 8960, True),  # 282 tiles: 2.1
+        (512, 8960, True),
         (8192, 8960, True),
         (128, 1536, True),
-        (512, 1536, False),  # 64 tiles
-        (1024, 1536, True),  # 128 tiles
-        (1152, 1536, False),  # 144 tiles
+        (1024, 1536, False),  # 128 tiles
+        (2048, 1536, False),  # 256 tiles
+        (2049, 1536, True),
     ],
 )
 def test_tiles_of_many_gated_tokens_are_taken_where_they_fill_an_h200(num_rows, out_features, takes):
     assert linear_config.takes_gated_tiles(num_rows, out_features, 132) is takes
+
+
+@pytest.mark.parametrize(
+    "num_tiles, whole, halves",
+    [
+        (94, 94, 0),
+        (132, 132, 0),
+        (133, 132, 2),
+        (188, 132, 112),
+        (198, 132, 132),  # half of the SMs would have none
+        (199, 199, 0),
+        (264, 264, 0),
+        (376, 376, 0),  # 2.85 waves
+        (1504, 1452, 104),
+    ],
+)
+def test_the_last_tiles_are_halved_where_half_of_the_sms_would_have_none(num_tiles, whole, halves):
+    assert linear_config.divide_gated_tiles(num_tiles, 132) == (whole, halves)
+    assert whole + halves / 2 == num_tiles
 
 
 @pytest.mark.parametrize("config", [config for shapes in linear_config._SHAPES.values() for config in shapes])

@@ -162,8 +162,6 @@ _HOPPER_SHAPES: dict[tuple[Product, bool], dict[int, tuple[LinearConfig, ...]]] 
 
 #: A tile of the kernel for Hopper that multiplies many tokens and gates: tokens, those of a wide one, outputs.
 GATED_BLOCK_M, GATED_WIDE_BLOCK_M, GATED_BLOCK_N = 128, 192, 96
-#: Share of the SMs' time that its tiles must fill: with less, cuBLAS and SwiGLU after it are faster.
-_MIN_FILL = 0.87
 
 
 def shape_class(kind: Product, out_features: int, in_features: int) -> tuple[Product, bool]:
@@ -215,11 +213,19 @@ def gated_block_m(num_rows: int) -> int:
     return GATED_WIDE_BLOCK_M if GATED_BLOCK_M < num_rows <= GATED_WIDE_BLOCK_M else GATED_BLOCK_M
 
 
+def divide_gated_tiles(num_tiles: int, num_sms: int) -> tuple[int, int]:
+    """(whole tiles, halves): where half of the SMs or more would have none of the last ones, these are halved."""
+    num_last = num_tiles % num_sms
+    if num_tiles > num_sms and 0 < 2 * num_last <= num_sms:
+        return num_tiles - num_last, 2 * num_last
+    return num_tiles, 0
+
+
 def takes_gated_tiles(num_rows: int, out_features: int, num_sms: int) -> bool:
     """Whether a gated product is faster in the tiles of the kernel for many tokens than in two ops.
 
-    Tiles are computed in waves, one on each SM at a time, and in the last wave some SMs have none. One tile of tokens
-    is bound by reading the weights, whatever the waves.
+    Tiles are computed in waves, one on each SM at a time, and of the last one or its halves some SMs have none. One
+    tile of tokens is bound by reading the weights, whatever the waves; with more it takes two whole ones.
 
     Args:
         num_rows: tokens, more than ``choose_linear`` has a shape for.
@@ -228,7 +234,7 @@ def takes_gated_tiles(num_rows: int, out_features: int, num_sms: int) -> bool:
     """
     num_token_tiles = -(-num_rows // gated_block_m(num_rows))
     num_tiles = num_token_tiles * -(-out_features // GATED_BLOCK_N)
-    return num_token_tiles == 1 or num_tiles >= _MIN_FILL * num_sms * -(-num_tiles // num_sms)
+    return num_token_tiles == 1 or num_tiles >= 2 * num_sms
 
 
 def _next_power_of_2(n: int) -> int:
