@@ -222,18 +222,17 @@ def _consume(
     results = reinterpret(result_boxes, dtype, [_CONSUMERS, _BLOCK_M, _OUTPUTS], _RESULTS)
     i = program * 0
     for tile in range(program, num_tiles, num_programs):
-        if BLOCK_M > _BLOCK_M:
-            acc, more, i = _multiply_wide(w_tiles, x_tiles, more_tiles, full, empty, i, STEPS, CONSUMER)
-        else:
-            acc, i = _multiply(w_tiles, x_tiles, full, empty, i, STEPS, CONSUMER)
         token_tile, output_tile = _find_tile(tile, num_token_tiles, num_output_tiles)
         first_output, first_token = (output_tile * _CONSUMERS + CONSUMER) * _OUTPUTS, token_tile * BLOCK_M
-        result = _gate(acc, bias, out_features, first_output, dtype, HAS_BIAS)
-        _store(result, results.index(CONSUMER), result_boxes, y, first_output, first_token, CONSUMER)
         if BLOCK_M > _BLOCK_M:
+            acc, more, i = _multiply_wide(w_tiles, x_tiles, more_tiles, full, empty, i, STEPS, CONSUMER)
             result = _gate(more, bias, out_features, first_output, dtype, HAS_BIAS)
             memory = result_boxes.index(2 * CONSUMER)
             _store(result, memory, result_boxes, y, first_output, first_token + _BLOCK_M, CONSUMER)
+        else:
+            acc, i = _multiply(w_tiles, x_tiles, full, empty, i, STEPS, CONSUMER)
+        result = _gate(acc, bias, out_features, first_output, dtype, HAS_BIAS)
+        _store(result, results.index(CONSUMER), result_boxes, y, first_output, first_token, CONSUMER)
     if program < num_halves:
         half, i = _multiply(w_tiles, x_boxes, full, empty, i, STEPS, CONSUMER)
         token_tile, output_tile = _find_tile(num_tiles + program // 2, num_token_tiles, num_output_tiles)
