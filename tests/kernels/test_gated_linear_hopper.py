@@ -20,12 +20,7 @@ from pico_vllm.kernels import gated_linear_hopper, linear_triton
 from pico_vllm.kernels.attention_config import Device
 from pico_vllm.kernels.gated_linear_hopper import launch_hopper_gated
 from pico_vllm.kernels.linear import LinearWeight, pack_linear_dense
-from pico_vllm.kernels.linear_config import (
-    GATED_BLOCK_M,
-    GATED_BLOCK_N,
-    GATED_WIDE_BLOCK_M,
-    divide_gated_tiles,
-)
+from pico_vllm.kernels.linear_config import GATED_BLOCK_M, GATED_BLOCK_N, GATED_WIDE_BLOCK_M, divide_gated
 from pico_vllm.kernels.linear_triton import gated_linear_triton
 from pico_vllm.kernels.rms_norm import rms_norm_reference
 from pico_vllm.kernels.rms_norm_triton import rms_norm_triton
@@ -194,15 +189,17 @@ def test_a_program_computes_many_tiles_of_many_groups(num_tokens, in_features):
 
 
 @needs_hopper
-@pytest.mark.parametrize("num_tokens", [193, 200, 256])
-@pytest.mark.parametrize("num_tiles", [1.1, 1.5])
+@pytest.mark.parametrize("num_tokens", [65, 129, 150, 192, 193, 200, 256])
+@pytest.mark.parametrize("num_tiles", [1.1, 1.2])
 def test_the_last_tiles_may_be_halves(num_tokens, num_tiles):
-    """So many tiles an SM; of the last 64 tokens some halves have a few or none."""
+    """So many tiles an SM, too many for one wave of wide ones; of the last 64 tokens some halves have a few or none."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    num_output_tiles = round(num_tiles * num_sms / 2)
-    _, num_halves = divide_gated_tiles(2 * num_output_tiles, num_sms)
-    assert num_halves > 0
-    case = build_on_gpu(num_tokens, 384, num_output_tiles * GATED_BLOCK_N, has_bias=True)
+    num_output_tiles = round(num_tiles * num_sms)
+    if num_tokens > GATED_WIDE_BLOCK_M:
+        num_output_tiles //= 2
+    out_features = num_output_tiles * GATED_BLOCK_N
+    assert divide_gated(num_tokens, out_features, num_sms).num_halves > 0
+    case = build_on_gpu(num_tokens, 384, out_features, has_bias=True)
     assert_near_oracle("gated_linear", case.run(gated), case.expected("gated_linear"))
 
 

@@ -22,7 +22,6 @@ it. On an H200 tiles of 128 x 256 were slower up to 1024 tokens, and so were con
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,13 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pico_vllm.kernels.attention_config import device_of
 from pico_vllm.kernels.gluon_compat import async_load, async_store, reinterpret, thread_barrier
 from pico_vllm.kernels.linear import LinearWeight
-from pico_vllm.kernels.linear_config import (
-    GATED_BLOCK_M,
-    GATED_BLOCK_N,
-    GATED_WIDE_BLOCK_M,
-    divide_gated_tiles,
-    gated_block_m,
-)
+from pico_vllm.kernels.linear_config import GATED_BLOCK_M, GATED_BLOCK_N, GATED_WIDE_BLOCK_M, divide_gated
 
 #: Tokens of a tile, and how many more a wide one has: products of their own, since sizes are powers of two.
 _BLOCK_M = gl.constexpr(GATED_BLOCK_M)
@@ -77,7 +70,7 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _find_tile(tile, num_token_tiles, num_output_tiles):
-    """(tile of tokens, tile of outputs): of up to 16 tiles of tokens the first outputs, then the next ones."""
+    """(tile of tokens, tile of outputs): 16 tiles of tokens with the same outputs follow on each other."""
     group_size = _GROUP * num_output_tiles
     first = tile // group_size * _GROUP
     in_group = gl.minimum(num_token_tiles - first, _GROUP)
@@ -130,14 +123,15 @@ def _produce(
         mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
         _copy_weights(weight, w_boxes, full, stage, output_tile, step, BLOCK_M)
         _copy_tokens(x, x_boxes, more_tiles, full, stage, token_tile * BLOCK_M, step, BLOCK_M)
-    if program < num_halves:
-        token_tile, output_tile = _find_tile(num_tiles + program // 2, num_token_tiles, num_output_tiles)
-        first_token = token_tile * BLOCK_M + program % 2 * _BOX_M
-        for step in range(0, STEPS):
-            stage = (num_steps + step) % STAGES
-            mbarrier.wait(empty.index(stage), (num_steps + step) // STAGES & 1 ^ 1)
-            _copy_weights(weight, w_boxes, full, stage, output_tile, step, _BOX_M)
-            _copy_tokens(x, x_boxes, more_tiles, full, stage, first_token, step, _BOX_M)
+    if BLOCK_M == _BLOCK_M:  # noqa: SIM102 (decided when the kernel is compiled: wide tiles have no halves)
+        if program < num_halves:
+            token_tile, output_tile = _find_tile(num_tiles + program // 2, num_token_tiles, num_output_tiles)
+            first_token = token_tile * BLOCK_M + program % 2 * _BOX_M
+            for step in range(0, STEPS):
+                stage = (num_steps + step) % STAGES
+                mbarrier.wait(empty.index(stage), (num_steps + step) // STAGES & 1 ^ 1)
+                _copy_weights(weight, w_boxes, full, stage, output_tile, step, _BOX_M)
+                _copy_tokens(x, x_boxes, more_tiles, full, stage, first_token, step, _BOX_M)
 
 
 @gluon.jit
@@ -233,14 +227,15 @@ def _consume(
             acc, i = _multiply(w_tiles, x_tiles, full, empty, i, STEPS, CONSUMER)
         result = _gate(acc, bias, out_features, first_output, dtype, HAS_BIAS)
         _store(result, results.index(CONSUMER), result_boxes, y, first_output, first_token, CONSUMER)
-    if program < num_halves:
-        half, i = _multiply(w_tiles, x_boxes, full, empty, i, STEPS, CONSUMER)
-        token_tile, output_tile = _find_tile(num_tiles + program // 2, num_token_tiles, num_output_tiles)
-        first_output = (output_tile * _CONSUMERS + CONSUMER) * _OUTPUTS
-        first_token = token_tile * BLOCK_M + program % 2 * _BOX_M
-        result = _gate(half, bias, out_features, first_output, dtype, HAS_BIAS)
-        memory = result_boxes.index(2 * CONSUMER)
-        _store(result, memory, result_boxes, y, first_output, first_token, CONSUMER)
+    if BLOCK_M == _BLOCK_M:  # noqa: SIM102
+        if program < num_halves:
+            half, i = _multiply(w_tiles, x_boxes, full, empty, i, STEPS, CONSUMER)
+            token_tile, output_tile = _find_tile(num_tiles + program // 2, num_token_tiles, num_output_tiles)
+            first_output = (output_tile * _CONSUMERS + CONSUMER) * _OUTPUTS
+            first_token = token_tile * BLOCK_M + program % 2 * _BOX_M
+            result = _gate(half, bias, out_features, first_output, dtype, HAS_BIAS)
+            memory = result_boxes.index(2 * CONSUMER)
+            _store(result, memory, result_boxes, y, first_output, first_token, CONSUMER)
     tma.store_wait(0)
 
 
@@ -262,8 +257,8 @@ def _hopper_gated_kernel(
 ):
     """y = silu(x W_gate^T + b_gate) * (x W_up^T + b_up).
 
-    Grid: at most one program an SM; tile t is program t % grid's. Behind the whole tiles come halves of tiles, 64
-    tokens each, one for each of the first programs. ``weight``, ``x`` and ``y`` are descriptors: what lies outside of
+    Grid: at most one program an SM; tile t is program t % grid's. Behind the whole tiles come halves of tiles of
+    128 tokens, one for each of the first programs. ``weight``, ``x`` and ``y`` are descriptors: what lies outside of
     the matrices arrives as 0, and is not stored.
     """
     gdc_launch_dependents()
@@ -315,30 +310,27 @@ def launch_hopper_gated(x: torch.Tensor, weight: LinearWeight, y: torch.Tensor) 
         weight: as ``linear_triton`` says, in memory for good; half of its rows is a multiple of 8.
         y: [num_tokens, out_features / 2], contiguous.
     """
-    num_tokens, in_features = x.shape
-    block_m = gated_block_m(num_tokens)
-    num_token_tiles = triton.cdiv(num_tokens, block_m)
-    num_output_tiles = triton.cdiv(y.shape[1], GATED_BLOCK_N)
+    in_features = x.shape[1]
     num_sms = device_of(x.device.index).num_sms
-    num_tiles, num_halves = divide_gated_tiles(num_token_tiles * num_output_tiles, num_sms)
+    tiles = divide_gated(x.shape[0], y.shape[1], num_sms)
     steps = in_features // _BLOCK_K.value
     # Of tokens and results made anew for every launch and passed by value: a captured graph has its own.
     tokens = TensorDescriptor(x, [*x.shape], [x.stride(0), 1], [_BOX_M.value, _BLOCK_K.value], _SWIZZLED.value)
     results = TensorDescriptor(y, [*y.shape], [y.shape[1], 1], [_BOX_M.value, _OUTPUTS.value], _RESULTS.value)
-    _hopper_gated_kernel[(min(num_tiles, num_sms),)](
+    _hopper_gated_kernel[(min(tiles.num_whole, num_sms),)](
         _weight_descriptor(weight),
         tokens,
         weight.to_dense() if weight.bias is None else weight.bias,
         results,
         y.shape[1],
-        num_tiles,
-        num_halves,
-        num_token_tiles,
-        num_output_tiles,
+        tiles.num_whole,
+        tiles.num_halves,
+        tiles.num_token_tiles,
+        tiles.num_output_tiles,
         STEPS=steps,
-        NUM_STAGES=min(_NUM_STAGES if block_m == GATED_BLOCK_M else _NUM_WIDE_STAGES, steps),
+        NUM_STAGES=min(_NUM_STAGES if tiles.block_m == GATED_BLOCK_M else _NUM_WIDE_STAGES, steps),
         HAS_BIAS=weight.bias is not None,
-        BLOCK_M=block_m,
+        BLOCK_M=tiles.block_m,
         num_warps=4,
         launch_pdl=True,
     )
