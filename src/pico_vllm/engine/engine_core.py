@@ -16,7 +16,7 @@ KeyboardInterrupt comes when the step is over.
 
 from __future__ import annotations
 
-import _signal  # pyright: ignore[reportMissingImports]
+import _signal  # pyright: ignore[reportMissingImports] (it has no stub)
 import logging
 import signal
 import threading
