@@ -1,0 +1,109 @@
+"""Compiling for an sm_90 that need not be here; loading is somebody else's, tests/gpu."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+#: A process of its own: Triton's cache is where the environment of its import says, and its driver is replaced.
+SCRIPT = """
+import json, os, sys
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import _async_compile
+from triton.runtime.driver import driver
+from pico_vllm.kernels import parallel_compile
+from pico_vllm.kernels.parallel_compile import compiling_only
+
+@triton.jit
+def fill_kernel(x, value, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), value)
+
+class Driver:
+    utils = type("Utils", (), {
+        "get_device_properties": staticmethod(lambda device: {"max_shared_mem": 232448}),
+        "load_binary": staticmethod(lambda *args: (object(), 1, 32, 0, 1024)),
+    })
+    launcher_cls = staticmethod(lambda src, metadata: lambda *args: None)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = get_current_stream = staticmethod(lambda *args: 0)
+
+driver.set_active(Driver())
+torch.cuda.set_device = lambda device: None
+compiled_here = []
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: compiled_here.append(not cache_hit)
+run_in_copies, copies = parallel_compile.run_in_copies, []
+
+def noting(tasks, num_processes):
+    copies.append((len(tasks), num_processes))
+    return run_in_copies(tasks, num_processes)
+
+parallel_compile.run_in_copies = noting
+x = torch.zeros(256)
+
+def compile_all(*blocks, workers=4):
+    compiled_here.clear()
+    copies.clear()
+    error = None
+    try:
+        with compiling_only(torch.device("cuda", 0), workers):
+            for block in blocks:
+                fill_kernel[(1,)](x, 3.0, BLOCK=block)
+            if "fail" in sys.argv:
+                raise KeyError
+    except Exception as exception:
+        error = type(exception).__name__
+    kernels = next(iter(fill_kernel.device_caches.values()))[0].values()
+    futures = sum(isinstance(kernel, _async_compile.FutureKernel) for kernel in kernels)
+    return {"here": sum(compiled_here), "looked_up": len(compiled_here), "copies": copies[:], "error": error,
+            "kernels": len(kernels), "futures": futures}
+"""
+
+
+def told(tmp_path, calls, *argv):
+    path = tmp_path / "script.py"
+    path.write_text(f"{SCRIPT}\nprint(json.dumps([{calls}]))\n")
+    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, path, *argv], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def outcome(here, looked_up, copies=(), kernels=0, error=None):
+    copies = [list(call) for call in copies]
+    return dict(here=here, looked_up=looked_up, copies=copies, error=error, kernels=kernels, futures=0)
+
+
+def test_copies_compile_what_is_not_on_disk_and_threads_load_it(tmp_path):
+    first, again = told(tmp_path, "compile_all(16, 32, 16), compile_all(16, 32, 64, 128)")
+    assert first == outcome(here=0, looked_up=2, copies=[(2, 4)], kernels=2)
+    assert again == outcome(here=0, looked_up=2, copies=[(2, 4)], kernels=4)  # two are loaded already
+    assert told(tmp_path, "compile_all(16, 32, 64, 128)") == [outcome(here=0, looked_up=4, kernels=4)]
+
+
+def test_threads_compile_on_few_cores_and_a_single_kernel(tmp_path):
+    few, single = told(tmp_path, "compile_all(16, 32, workers=2), compile_all(64)")
+    assert few == outcome(here=2, looked_up=2, kernels=2)
+    assert single == outcome(here=1, looked_up=1, kernels=3)
+
+
+def test_threads_compile_what_copies_have_not(tmp_path):
+    SCRIPT_WITHOUT = "parallel_compile.run_in_copies = lambda tasks, num_processes: iter([])"
+    [result] = told(tmp_path, f"exec({SCRIPT_WITHOUT!r}) or compile_all(16, 32)")
+    assert result == outcome(here=2, looked_up=2, kernels=2)
+
+
+def test_an_error_of_the_compiler_is_raised_and_the_next_start_does_not_see_it(tmp_path):
+    broken, whole = told(tmp_path, "compile_all(16, 48), compile_all(16, 32)")
+    assert broken["error"] == "CompilationError" and broken["futures"] == 0
+    assert (whole["error"], whole["futures"], whole["kernels"]) == (None, 0, 2)
+
+
+def test_an_error_of_the_caller_leaves_nothing_that_waits_for_a_kernel(tmp_path):
+    assert told(tmp_path, "compile_all(16, 32)", "fail") == [outcome(here=0, looked_up=0, error="KeyError")]
