@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import _async_compile
 from triton.runtime.driver import driver
 from pico_vllm.kernels import parallel_compile
-from pico_vllm.kernels.parallel_compile import compiling_only
+from pico_vllm.kernels.parallel_compile import compiling_only, preparing
 
 @triton.jit
 def fill_kernel(x, value, BLOCK: tl.constexpr):
@@ -107,3 +107,22 @@ def test_an_error_of_the_compiler_is_raised_and_the_next_start_does_not_see_it(t
 
 def test_an_error_of_the_caller_leaves_nothing_that_waits_for_a_kernel(tmp_path):
     assert told(tmp_path, "compile_all(16, 32)", "fail") == [outcome(here=0, looked_up=0, error="KeyError")]
+
+
+PREPARED = """
+def prepared():
+    from triton.backends.nvidia.compiler import get_ptxas_version
+    from triton.runtime.cache import triton_key
+    get_ptxas_version.cache_clear()
+    with preparing(torch.device("cuda", 0)):
+        pass
+    return [cached.cache_info().currsize for cached in (get_ptxas_version, triton_key)]
+
+def without_driver():
+    Driver.get_current_target = None
+    return prepared()[0]
+"""
+
+
+def test_what_triton_finds_out_once_a_process_is_known_after_preparing_and_its_errors_are_left_for_later(tmp_path):
+    assert told(tmp_path, f"exec({PREPARED!r}) or prepared(), without_driver()") == [[1, 1], 0]

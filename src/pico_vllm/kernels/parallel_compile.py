@@ -13,12 +13,15 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
+from triton.compiler.compiler import get_cache_key, make_backend
 from triton.runtime import _async_compile, driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
@@ -28,6 +31,32 @@ from pico_vllm.kernels.forked_tasks import run_in_copies
 #: On fewer cores threads have them all at work.
 _MIN_CORES_TO_FORK = 4
 _MAX_COPIES = 24
+
+
+@contextmanager
+def preparing(device: torch.device) -> Iterator[None]:
+    """Meanwhile, in a thread, find out what Triton does once a process before it looks for a kernel on disk.
+
+    It hashes its own library (415 MB: 0.2 to 0.5 s), asks ptxas for its version and loads (if need be compiles) the C
+    part of its driver. What fails here will fail again where it is needed.
+
+    Args:
+        device: a GPU, the current one.
+    """
+
+    def prepare() -> None:
+        with suppress(Exception):
+            torch.cuda.set_device(device)
+            target: Any = driver.active.get_current_target()
+            backend = make_backend(target)
+            get_cache_key(SimpleNamespace(hash=str), backend, backend.parse_options({}), {})
+
+    thread = Thread(target=prepare, name="triton-prepare", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 @contextmanager

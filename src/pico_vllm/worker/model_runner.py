@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -37,6 +37,7 @@ from pico_vllm.worker.start_probe import TRIAL_BLOCKS, StartProbe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from pico_vllm.config import EngineConfig, ModelConfig
     from pico_vllm.models.source import ModelSource
@@ -90,11 +91,10 @@ class ModelRunner:
         self._max_model_len = max_model_len
         backend = resolve_backend(config.backend, self.device)
         on_gpu = self.device.type == "cuda"
+        compiles = on_gpu and backend.name == "triton"
         #: New tokens of a step at most; what memory is kept for.
-        self.max_num_batched_tokens = config.scheduler.token_bound(
-            max_model_len, fast_prompts=on_gpu and backend.name == "triton"
-        )
-        with self._timed("weights"):
+        self.max_num_batched_tokens = config.scheduler.token_bound(max_model_len, fast_prompts=compiles)
+        with self._timed("weights"), self._preparing() if compiles else nullcontext():
             self.parameters = self._load_parameters(config, source, backend, progress)
             self.set_backend(backend)
 
@@ -115,7 +115,7 @@ class ModelRunner:
             device=self.device,
         )
         with self._timed("compile"):
-            if on_gpu and backend.name == "triton":
+            if compiles:
                 self._compile(config, probe)
         #: What a GPU's memory is for; None on a CPU, and where the size of the KV cache was given.
         self.memory: MemoryBudget | None = None
@@ -218,6 +218,11 @@ class ModelRunner:
             record=record,
             trial=trial,
         )
+
+    def _preparing(self) -> AbstractContextManager[None]:
+        from pico_vllm.kernels.parallel_compile import preparing
+
+        return preparing(self.device)
 
     @torch.inference_mode()
     def _compile(self, config: EngineConfig, probe: StartProbe) -> None:
