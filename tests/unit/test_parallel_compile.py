@@ -21,9 +21,11 @@ from triton.runtime.driver import driver
 from pico_vllm.kernels import parallel_compile
 from pico_vllm.kernels.parallel_compile import compiling_only, preparing
 
+FIRST = tl.constexpr(0)
+
 @triton.jit
 def fill_kernel(x, value, BLOCK: tl.constexpr):
-    tl.store(x + tl.arange(0, BLOCK), value)
+    tl.store(x + tl.arange(FIRST, BLOCK), value)
 
 class Driver:
     utils = type("Utils", (), {
@@ -62,7 +64,7 @@ def compile_all(*blocks, workers=4):
     kernels = next(iter(fill_kernel.device_caches.values()))[0].values()
     futures = sum(isinstance(kernel, _async_compile.FutureKernel) for kernel in kernels)
     return {"here": sum(compiled_here), "looked_up": len(compiled_here), "copies": copies[:], "error": error,
-            "kernels": len(kernels), "futures": futures}
+            "kernels": len(kernels), "futures": futures, "globals": len(fill_kernel.used_global_vals)}
 """
 
 
@@ -77,7 +79,7 @@ def told(tmp_path, calls, *argv):
 
 def outcome(here, looked_up, copies=(), kernels=0, error=None):
     copies = [list(call) for call in copies]
-    return dict(here=here, looked_up=looked_up, copies=copies, error=error, kernels=kernels, futures=0)
+    return dict(here=here, looked_up=looked_up, copies=copies, error=error, kernels=kernels, futures=0, globals=0)
 
 
 def test_copies_compile_what_is_not_on_disk_and_threads_load_it(tmp_path):
@@ -126,3 +128,19 @@ def without_driver():
 
 def test_what_triton_finds_out_once_a_process_is_known_after_preparing_and_its_errors_are_left_for_later(tmp_path):
     assert told(tmp_path, f"exec({PREPARED!r}) or prepared(), without_driver()") == [[1, 1], 0]
+
+
+SAME_KERNEL = """
+from pico_vllm.kernels.attention_merge import _merge_kernel
+from pico_vllm.kernels.decode_inputs_triton import _fill_decode_inputs_kernel
+
+def what_counts(kernel, *names):
+    flags = {parameter.name: parameter for parameter in kernel.params}
+    return [not (flags[name].do_not_specialize or flags[name].do_not_specialize_on_alignment) for name in names]
+"""
+
+
+def test_numbers_of_rows_and_places_in_a_packed_tensor_make_no_kernels_of_their_own(tmp_path):
+    calls = "what_counts(_merge_kernel, 'num_rows'), "
+    calls += "what_counts(_fill_decode_inputs_kernel, 'seq_lens_ptr', 'new_block_ids_ptr', 'rows_ptr')"
+    assert told(tmp_path, f"*[exec({SAME_KERNEL!r})][:0], {calls}") == [[False], [False, False, True]]

@@ -91,7 +91,7 @@ def compiling_only(device: torch.device, max_workers: int | None = None) -> Iter
         finally:
             JITFunction.run = launch
             _async_compile.active_mode.set(None)  # Triton 3.6 leaves the mode on after an error
-            _replace_futures(launched)
+            _tidy(launched)
 
 
 class _CompileMode(triton.AsyncCompileMode):
@@ -172,13 +172,19 @@ def _load_for(compile_kernel: Callable[[], Any], future: Future[Any]) -> None:
         future.set_exception(error)
 
 
-def _replace_futures(kernels: set[Any]) -> None:
-    """Leave no kernel in Triton's tables that isn't compiled: whoever launches it would wait, or see an old error."""
+def _tidy(kernels: set[Any]) -> None:
+    """Leave in Triton's tables only what is compiled: whoever launches another would wait, or see an old error.
+
+    Nor is anything left to compare at each launch: nobody changes the global constants of a kernel, and to look whether
+    somebody has is a twentieth of the Python of a capture.
+    """
     for kernel in kernels:
+        kernel.used_global_vals.clear()
         for compiled, *_ in kernel.device_caches.values():
             for key, value in list(compiled.items()):
-                kernel = value.kernel if isinstance(value, _async_compile.FutureKernel) else value
-                if kernel is None:
+                if isinstance(value, _async_compile.FutureKernel):
+                    value = value.kernel
+                if value is None:
                     del compiled[key]
                 else:
-                    compiled[key] = kernel
+                    compiled[key] = value
