@@ -49,6 +49,24 @@ def noting(tasks, num_processes):
 parallel_compile.run_in_copies = noting
 x = torch.zeros(256)
 
+@triton.jit
+def longer_kernel(x, BLOCK: tl.constexpr):
+    # A longer source takes longer, as a rule.
+    value = tl.load(x + tl.arange(0, BLOCK))
+    value = tl.exp(value) + tl.log(value)
+    tl.store(x + tl.arange(0, BLOCK), value)
+
+def order():
+    names = []
+    def doing_nothing(tasks, num_processes):
+        names.extend(task.args[0]().name for task in tasks)
+        return iter([])
+    parallel_compile.run_in_copies = doing_nothing
+    with compiling_only(torch.device("cuda", 0), 4):
+        fill_kernel[(1,)](x, 3.0, BLOCK=16)
+        longer_kernel[(1,)](x, BLOCK=16)
+    return names
+
 def compile_all(*blocks, workers=4):
     compiled_here.clear()
     copies.clear()
@@ -71,7 +89,8 @@ def compile_all(*blocks, workers=4):
 def told(tmp_path, calls, *argv):
     path = tmp_path / "script.py"
     path.write_text(f"{SCRIPT}\nprint(json.dumps([{calls}]))\n")
-    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+    packages = os.pathsep.join(filter(None, sys.path))
+    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0", "PYTHONPATH": packages}
     done = subprocess.run([sys.executable, path, *argv], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -99,6 +118,15 @@ def test_threads_compile_what_copies_have_not(tmp_path):
     SCRIPT_WITHOUT = "parallel_compile.run_in_copies = lambda tasks, num_processes: iter([])"
     [result] = told(tmp_path, f"exec({SCRIPT_WITHOUT!r}) or compile_all(16, 32)")
     assert result == outcome(here=2, looked_up=2, kernels=2)
+
+
+def test_copies_begin_with_the_longest_sources(tmp_path):
+    assert told(tmp_path, "order()") == [["longer_kernel", "fill_kernel"]]
+
+
+def test_copies_compile_after_threads_have(tmp_path):
+    _, copies = told(tmp_path, "compile_all(16, workers=2), compile_all(32, 64)")
+    assert copies == outcome(here=0, looked_up=2, copies=[(2, 4)], kernels=3)
 
 
 def test_an_error_of_the_compiler_is_raised_and_the_next_start_does_not_see_it(tmp_path):

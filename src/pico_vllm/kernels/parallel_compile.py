@@ -76,6 +76,7 @@ def compiling_only(device: torch.device, max_workers: int | None = None) -> Iter
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         launched.add(self)
+        compilers.next_size = len(self.src)
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     with _Compilers(device, max_workers or os.cpu_count() or 1) as compilers:
@@ -114,10 +115,10 @@ class _Compilers(ThreadPoolExecutor):
 
     def __init__(self, device: torch.device, max_workers: int) -> None:
         super().__init__(max_workers, "triton-compile", torch.cuda.set_device, (device,))
-        self.next_key = ""
+        self.next_key, self.next_size = "", 0
         self._num_workers = max_workers
         self._loading: list[Future[Any]] = []
-        self._missing: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._missing: list[tuple[int, Callable[[], Any], Future[Any]]] = []
 
     def submit(self, fn: Callable[[], Any], /) -> Future[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load in a thread, now or when it has been compiled."""
@@ -125,15 +126,19 @@ class _Compilers(ThreadPoolExecutor):
             self._loading.append(super().submit(_loaded, fn))
             return self._loading[-1]
         future: Future[Any] = Future()
-        self._missing.append((fn, future))
+        self._missing.append((self.next_size, fn, future))
         return future
 
     def compile_missing(self) -> None:
-        """Compile what isn't in the cache, and load it."""
-        missing = dict(enumerate(self._missing))
+        """Compile what isn't in the cache, and load it.
+
+        The longest sources come first: what takes long must not be what all wait for in the end.
+        """
+        jobs = [job for _, *job in sorted(self._missing, key=lambda job: -job[0])]
+        missing = dict(enumerate(jobs))
         if self._num_workers >= _MIN_CORES_TO_FORK and len(missing) > 1:
             wait(self._loading)  # what a thread holds when a copy is made, the copy waits for in vain
-            tasks = [partial(_compiled, fn) for fn, _ in self._missing]
+            tasks = [partial(_compiled, fn) for fn, _ in jobs]
             for index in run_in_copies(tasks, min(self._num_workers, _MAX_COPIES)):
                 super().submit(_load_for, *missing.pop(index))
         for fn, future in missing.values():
@@ -141,7 +146,7 @@ class _Compilers(ThreadPoolExecutor):
 
     def forget_missing(self) -> None:
         """Nobody is going to ask for them."""
-        for _, future in self._missing:
+        for *_, future in self._missing:
             future.set_result(None)
 
 
