@@ -4,7 +4,7 @@ A kernel is compiled where it is launched first, one after the other: with an em
 half a second each. A caller runs its code twice: once inside ``compiling_only``, where launches only say what they
 need, and then for real. What is in the cache on disk is loaded by threads while the caller goes on. The rest is
 compiled when it is done: by copies of the process (``forked_tasks``), since threads share one Python (a
-fifth of the work holds its lock, and each waits for it again and again), or by threads where there are few cores.
+fifth of the work holds its lock, and each waits for it again and again), or by threads where that can't be.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from pico_vllm.kernels.forked_tasks import run_in_copies
 
-#: On fewer cores threads have them all at work.
-_MIN_CORES_TO_FORK = 4
+#: Copies of 80 MB each.
 _MAX_COPIES = 24
 
 
@@ -134,9 +133,9 @@ class _Compilers(ThreadPoolExecutor):
 
         The longest sources come first: what takes long must not be what all wait for in the end.
         """
-        jobs = [job for _, *job in sorted(self._missing, key=lambda job: -job[0])]
+        jobs = [(fn, future) for _, fn, future in sorted(self._missing, key=lambda job: -job[0])]
         missing = dict(enumerate(jobs))
-        if self._num_workers >= _MIN_CORES_TO_FORK and len(missing) > 1:
+        if self._num_workers > 1 and len(missing) > 1:
             wait(self._loading)  # what a thread holds when a copy is made, the copy waits for in vain
             tasks = [partial(_compiled, fn) for fn, _ in jobs]
             for index in run_in_copies(tasks, min(self._num_workers, _MAX_COPIES)):
