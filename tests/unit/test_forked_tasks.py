@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,6 +20,11 @@ def test_every_task_is_done_once_and_not_in_this_process(tmp_path):
     assert sorted(done) == list(range(300))
     pids = {int((tmp_path / str(index)).read_text()) for index in range(300)}
     assert len(pids) <= 3 and os.getpid() not in pids
+
+
+def test_any_thread_may_ask():
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(lambda: list(run_in_copies([lambda: None], 2))).result() == [0]
 
 
 def test_what_raised_or_died_is_not_among_the_results(capfd):

@@ -172,3 +172,17 @@ def test_numbers_of_rows_and_places_in_a_packed_tensor_make_no_kernels_of_their_
     calls = "what_counts(_merge_kernel, 'num_rows'), "
     calls += "what_counts(_fill_decode_inputs_kernel, 'seq_lens_ptr', 'new_block_ids_ptr', 'rows_ptr')"
     assert told(tmp_path, f"*[exec({SAME_KERNEL!r})][:0], {calls}") == [[False], [False, False, True]]
+
+
+INTERRUPTED = """
+def interrupt(tasks, num_processes):
+    yield 0
+    raise OSError
+
+parallel_compile.run_in_copies = interrupt
+"""
+
+
+def test_an_error_while_copies_compile_ends_the_start_too(tmp_path):
+    [result] = told(tmp_path, f"exec({INTERRUPTED!r}) or compile_all(16, 32)")
+    assert (result["error"], result["futures"]) == ("OSError", 0)

@@ -3,8 +3,8 @@
 A kernel is compiled where it is launched first, one after the other: with an empty cache on disk that is a quarter to
 half a second each. A caller runs its code twice: once inside ``compiling_only``, where launches only say what they
 need, and then for real. What is in the cache on disk is loaded by threads while the caller goes on. The rest is
-compiled when it is done: by copies of the process (``forked_tasks``), since threads share one Python (a
-fifth of the work holds its lock, and each waits for it again and again), or by threads where that can't be.
+compiled when it is done: by copies of the process (``forked_tasks``), since threads share one Python (a fifth of the
+work holds its lock, and each waits for it again and again), or by threads where that can't be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Thread
@@ -84,10 +84,10 @@ def compiling_only(device: torch.device, max_workers: int | None = None) -> Iter
             with _CompileMode(compilers):
                 try:
                     yield
+                    compilers.compile_missing()
                 except BaseException:
                     compilers.forget_missing()
                     raise
-                compilers.compile_missing()
         finally:
             JITFunction.run = launch
             _async_compile.active_mode.set(None)  # Triton 3.6 leaves the mode on after an error
@@ -146,7 +146,8 @@ class _Compilers(ThreadPoolExecutor):
     def forget_missing(self) -> None:
         """Nobody is going to ask for them."""
         for *_, future in self._missing:
-            future.set_result(None)
+            with suppress(InvalidStateError):  # somebody has compiled it
+                future.set_result(None)
 
 
 def is_cached(key: str) -> bool:
