@@ -1,0 +1,93 @@
+"""Two captures side by side."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+import profiles
+from pico_vllm.profiling.compare import ComparedRow, compare, render_comparison
+from pico_vllm.profiling.profile import HostPhase, StepTimes
+from pico_vllm.profiling.report import render
+
+
+def printed(what):
+    out = io.StringIO()
+    Console(file=out, width=140).print(what, highlight=False)
+    return out.getvalue()
+
+
+def test_a_ratio_is_b_over_a_and_needs_both():
+    assert ComparedRow("x", 2.0, 3.0).ratio == 1.5
+    assert ComparedRow("x", None, 3.0).ratio is None
+    assert ComparedRow("x", 2.0, None).ratio is None
+    assert ComparedRow("x", 0.0, 3.0).ratio is None
+
+
+def test_times_are_a_step_so_that_captures_of_different_length_compare():
+    b = profiles.profile(num_steps=5, step=StepTimes(1, 50.0, 1, 1), busy_us=200.0)
+    rows = {row.name: (row.a, row.b, row.ratio) for row in compare(profiles.profile(), b).whole}
+    assert rows["step p50, µs"] == (100, 50, 0.5)
+    assert rows["device busy, µs a step"] == (80, 40, 0.5)
+    assert rows["device idle, µs a step"] == (20, 160, 8)
+    assert rows["longest gap, µs"] == (150, 150, 1)
+
+
+def test_phases_of_either_are_there_the_longest_first():
+    b = profiles.profile(host={"forward": HostPhase(10, 300.0, 0.3, 0, 0.0), "wait": HostPhase(10, 500.0, 0.5, 0, 0.0)})
+    rows = [(row.name, row.a, row.b, row.ratio) for row in compare(profiles.profile(), b).host]
+    assert rows == [("forward", 60, 30, 0.5), ("wait", None, 50, None), ("schedule", 40, None, None)]
+
+
+def test_an_op_is_also_held_against_its_own_devices_ceiling():
+    """B takes twice as long and is at the same share of its ceiling: the device is half as fast, not the code."""
+    b = profiles.profile(
+        environment={"gpu": "GPU B"}, ops=[profiles.row("linear 8 x 16", 20, 800.0, bandwidth_share=0.5)]
+    )
+    (op,) = compare(profiles.profile(), b).ops
+    assert (op.each_us.a, op.each_us.b, op.each_us.ratio) == (20, 40, 2)
+    assert (op.step_us.a, op.step_us.b) == (40, 80)
+    assert op.ceiling_share.ratio == 1
+
+
+def test_kernels_that_only_one_has_stand_alone_and_the_op_keeps_them_apart():
+    b = profiles.profile(kernels=[profiles.row("mm", 20, 500.0, op="linear 9 x 9")])
+    rows = [(row.name, row.each_us.a, row.each_us.b) for row in compare(profiles.profile(), b).kernels]
+    assert rows == [("mm", None, 25), ("mm", 20, None), ("graph[kernel]", 40, None)]
+
+
+def test_what_makes_them_hard_to_compare_is_told():
+    b = profiles.profile(model="N", ceilings=None, on_gpu=False, workload={"input_len": 64}, engine={"backend": "cpu"})
+    assert compare(profiles.profile(), profiles.profile()).warnings == ()
+    assert compare(profiles.profile(), b).warnings == (
+        "model differs: M and N",
+        "concurrency differs: 8 and None",
+        "input_len differs: 512 and 64",
+        "output_len differs: 32 and None",
+        "backend differs: triton and cpu",
+        "cuda_graphs differs: True and None",
+        "one capture is of a GPU and one of a CPU",
+        "B has no ceilings: shares of them are left out",
+    )
+
+
+def test_the_comparison_as_it_is_printed():
+    text = printed(render_comparison(profiles.profile(), profiles.profile(environment={"gpu": "GPU B"})))
+    assert "GPU A" in text and "GPU B" in text and "busy: A 80.0%, B 80.0% of the time" in text
+    assert "graph[kernel]" in text  # no markup
+    assert "linear 8 x 16" in text and "50.0%" in text and "–" in text
+
+
+def test_the_tables_of_one_capture_as_they_are_printed():
+    text = printed(render(profiles.profile()))
+    assert "p50 0.10 ms (p20 0.09, p80 0.11); without profiler 0.08 ms" in text
+    assert "80.0%, 0.8 ms" in text
+    assert "1 of 1 µs or more, 0.1 ms; the longest 150.0 µs, in schedule; 20 shorter, 0.05 ms" in text
+    assert "25.0% of bandwidth, 5.0% of FLOPs" in text
+    assert "2, device time a step: p50 35.0 µs (30.0 to 40.0)" in text
+    assert "graph[kernel]" in text and "--eager shows them" in text
+
+
+@pytest.mark.parametrize("num, told", [(2, False), (1, True)])
+def test_rows_that_are_left_out_are_told(num, told):
+    assert ("kernels, by time (the first 1 of 2)" in printed(render(profiles.profile(), max_rows=num))) is told
