@@ -1,4 +1,4 @@
-"""The command line: ``pico-vllm generate``, ``chat``, ``batch``, ``verify``, ``bench`` and ``env``.
+"""The command line: ``pico-vllm generate``, ``chat``, ``batch``, ``verify``, ``bench``, ``profile`` and ``env``.
 
 Parses, prints and exits; everything else is ``LLMEngine``'s. Text goes to stdout, progress, statistics and errors to
 stderr, so that output can be piped. Torch is imported only by the commands that need it.
@@ -23,6 +23,7 @@ import typer
 from pico_vllm import __version__
 from pico_vllm.bench.commands import app as bench_app
 from pico_vllm.errors import PicoVLLMError, RequestError
+from pico_vllm.profiling.commands import app as profile_app
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -54,6 +55,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(profile_app, name="profile")
 
 
 class Dtype(StrEnum):
