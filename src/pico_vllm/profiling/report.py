@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pico_vllm.profiling.profile import Profile, Summary, WorkRow
 
 #: What the tables need to show a row in a line.
-TABLE_WIDTH = 120
+TABLE_WIDTH = 140
 MAX_ROWS = 20
 _NAME_WIDTH = 60
 
