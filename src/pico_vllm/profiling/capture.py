@@ -16,6 +16,7 @@ import torch
 
 from pico_vllm.bench.work import model_work
 from pico_vllm.engine.core_client import core_in_this_process
+from pico_vllm.errors import ConfigError
 from pico_vllm.profiling.analysis import MIN_GAP_US, sum_of, summarize
 from pico_vllm.profiling.load import Load, LoadRun
 from pico_vllm.profiling.op_costs import step_cost
@@ -59,15 +60,13 @@ def capture(
         min_gap_us: what is shorter is no gap of its own.
 
     Raises:
-        ConfigError: the core is in another process; nothing was recorded.
+        ConfigError: the core is in another process; nothing was recorded, or nothing of the GPU.
     """
     runner = core_in_this_process(engine.core).executor.runner
     activities = [torch.profiler.ProfilerActivity.CPU]
     on_gpu = runner.device.type == "cuda"
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities):  # the first one of a process loads CUPTI
-            torch.zeros(1, device=runner.device).add_(1)
     run = LoadRun(engine, load, run_index)
     run.skip()
     with (
@@ -80,10 +79,16 @@ def capture(
             torch.cuda.synchronize(runner.device)
     run.end()
     profiler.export_chrome_trace(str(trace_path))
+    trace = read_trace(load_events(trace_path))
+    if on_gpu and not trace.on_gpu:
+        raise ConfigError(
+            "nothing of the GPU was recorded: another profiler may be at work, or this user may not ask it for its "
+            "times; --nsys says more"
+        )
     work = model_work(engine.model_config, runner.dtype.itemsize)
     costs = [step_cost(work, plan) for plan in log.plans]
     return summarize(
-        read_trace(load_events(trace_path)),
+        trace,
         log.costs,
         whole_cost=sum_of(costs) if costs else None,
         ceilings=ceilings,

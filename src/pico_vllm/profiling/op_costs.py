@@ -75,12 +75,12 @@ def _linear(args: _Arguments, plan: SchedulerOutput) -> Cost:
 
 
 def _gated_linear(args: _Arguments, plan: SchedulerOutput) -> Cost:
-    x, weight = args
+    x, weight = args[:2]
     return gated_linear_cost(x.shape[0], weight.in_features, weight.out_features // 2, x.itemsize)
 
 
 def _embedding(args: _Arguments, plan: SchedulerOutput) -> Cost:
-    ids, weight = args
+    ids, weight = args[:2]
     return embedding_cost(ids.shape[0], weight.shape[1], weight.itemsize)
 
 

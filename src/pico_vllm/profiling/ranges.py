@@ -9,7 +9,6 @@ ops. Eager passes (long prompts, ``enforce_eager``) and what the sampler does ha
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -125,7 +124,7 @@ def _replace_model(runner: ModelRunner, mark: Mark, log: RangeLog, patches: _Pat
     before = {name: getattr(runner, name) for name in ("backend", "_model", "_sampler")}
     ranged = _ranged_backend(runner.backend, mark, log)
     runner.set_backend(ranged)
-    model, sampler = copy.copy(runner._model), runner._sampler
+    model, sampler = runner._model, runner._sampler  # made just now: nobody else has them
     for name, value in before.items():
         setattr(runner, name, value)
     model.layers = cast(Any, [_RangedLayer(layer, mark, f"{LAYER}{i}") for i, layer in enumerate(model.layers)])

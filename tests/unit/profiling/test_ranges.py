@@ -10,6 +10,7 @@ import tiny_models
 from engine_runs import greedy, make_llm
 from pico_vllm.engine.core_client import ProcessCoreClient
 from pico_vllm.errors import ConfigError
+from pico_vllm.profiling.capture import capture
 from pico_vllm.profiling.load import Load, LoadRun
 from pico_vllm.profiling.ranges import engine_ranges
 
@@ -152,6 +153,15 @@ def test_ranges_can_be_nvtx_ranges(llm, monkeypatch):
         llm.generate([PROMPTS[0]], greedy(1))
     assert pushed[:3] == ["pico.step", "pico.phase.schedule", "pop"]
     assert pushed.count("pop") * 2 == len(pushed) and "pico.layer.2" in pushed
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_a_gpu_of_which_nothing_was_recorded_is_told(llm, tmp_path, monkeypatch):
+    """Its trace has ops of the host alone: they must not pass for the GPU's kernels."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(llm.engine.core.executor.runner, "device", torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match="nothing of the GPU was recorded"):
+        capture(llm.engine, Load(input_len=7, output_len=1, concurrency=1), tmp_path / "trace.json.gz")
 
 
 # ------------------------------------------------------------------------------------------------------------- load
