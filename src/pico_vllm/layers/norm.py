@@ -18,7 +18,7 @@ class RMSNorm:
         self.weight = weight  # [hidden_size]
         self.eps = eps
         self._rms_norm = backend.rms_norm
-        self._group = group
+        self._reduce_add_rms_norm = group.reduce_add_rms_norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape, normalised."""
@@ -27,4 +27,4 @@ class RMSNorm:
 
     def add(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reduce ``partial`` over the ranks, add it to ``residual``, normalise: (normalised, new residual)."""
-        return self._group.reduce_add_rms_norm(partial, residual, self.weight, self.eps)
+        return self._reduce_add_rms_norm(partial, residual, self.weight, self.eps)

@@ -192,7 +192,7 @@ class CudaGraphRunner:
         # Shared by all captures: tensors of their own would take 2 GB.
         lm_head = model.lm_head
         dtype = kv_caches[0].dtype
-        self._logits = torch.empty(max_seqs, lm_head.weight.out_features, dtype=dtype, device=device)
+        self._logits = torch.empty(max_seqs, model.config.vocab_size, dtype=dtype, device=device)
         record = Capturing() if record is None else record
         shallow, shallow_caches = model.outermost_layers(kv_caches)
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pico_vllm.config import MIN_COMPUTE_CAPABILITY, triton_is_interpreted
-from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
+from pico_vllm.distributed.tensor_parallel import SingleRank
 from pico_vllm.errors import ConfigError, DeviceOutOfMemoryError
 from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
 from pico_vllm.models.registry import model_class
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pico_vllm.config import EngineConfig, ModelConfig
+    from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Parameters, Progress
     from pico_vllm.scheduler_output import GrammarMasks, MeasuredSteps, SchedulerOutput
@@ -64,6 +65,8 @@ class ModelRunner:
         source: where its checkpoint is.
         max_model_len: positions a sequence may have.
         progress: called with (parameters loaded, parameters in all).
+        device: of this rank; None = what the configuration says.
+        new_group: makes the group of the ranks around a backend's ops.
 
     Raises:
         ConfigError: the device, backend, dtype or memory asked for is not there.
@@ -78,17 +81,25 @@ class ModelRunner:
         *,
         max_model_len: int,
         progress: Progress | None = None,
+        device: torch.device | None = None,
+        new_group: Callable[[KernelBackend], TensorParallelGroup] = SingleRank,
     ) -> None:
         start = time.perf_counter()
         #: Seconds of the phases of the start: weights, compile, memory, captures, times.
         self.start_s: dict[str, float] = {}
         self.model_config = model_config
-        self.device = resolve_device(config.device)
+        self.device = resolve_device(config.device) if device is None else device
         if self.device.type == "cuda":  # Triton launches on the current device
             torch.cuda.set_device(self.device)
         self.dtype = _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
         self._max_model_len = max_model_len
         backend = resolve_backend(config.backend, self.device)
+        self._new_group = new_group
+        #: This rank and the others.
+        self.group = new_group(backend)
+        shard = self.group.shard
+        #: The model as its layers see it on one rank.
+        self._rank_config = shard.model_config(model_config)
         on_gpu = self.device.type == "cuda"
         #: New tokens of a step at most; what memory is kept for.
         self.max_num_batched_tokens = config.scheduler.token_bound(
@@ -108,6 +119,7 @@ class ModelRunner:
         probe = StartProbe(
             self._model,
             backend,
+            group=self.group,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=max_model_len,
@@ -122,13 +134,16 @@ class ModelRunner:
         with self._timed("memory"):
             if on_gpu and config.cache.is_sized_by_share:
                 self.memory = self._plan_memory(config, probe, CudaMemoryMeter(self.device))
-        self.num_blocks = resolve_num_blocks(
+        num_blocks = resolve_num_blocks(
             config.cache,
-            model_config,
+            self._rank_config,
             dtype=self.dtype,
             max_useful_blocks=config.scheduler.max_num_seqs * max_blocks_per_seq,
             memory=self.memory,
+            num_ranks=shard.size,
         )
+        #: Of the KV cache: what the rank with the least memory has room for.
+        self.num_blocks = -int(self.group.largest(-num_blocks))
         self.kv_caches = self._new_caches(self.num_blocks, block_size)
         self._graphs: CudaGraphRunner | None = None
         with self._timed("captures"):
@@ -171,11 +186,11 @@ class ModelRunner:
         """
         self.backend = backend
         self._model = model_class(self.model_config.architecture)(
-            self.model_config,
+            self._rank_config,
             self.parameters,
             max_model_len=self._max_model_len,
             backend=backend,
-            group=TensorParallelGroup(backend),
+            group=self._new_group(backend),
         )
         self._sampler = Sampler(backend)
 
@@ -256,7 +271,7 @@ class ModelRunner:
 
     def _new_caches(self, num_blocks: int, block_size: int) -> list[torch.Tensor]:
         return allocate_kv_caches(
-            self.model_config, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
+            self._rank_config, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
         )
 
     @contextmanager
@@ -411,7 +426,7 @@ class ModelRunner:
         self, config: EngineConfig, source: ModelSource, backend: KernelBackend, progress: Progress | None
     ) -> Parameters:
         specs = model_class(self.model_config.architecture).parameter_specs(self.model_config)
-        place = ParameterPlace(self.dtype, self.device, backend.pack_linear)
+        place = ParameterPlace(self.dtype, self.device, backend.pack_linear, self.group.shard)
         if config.load_format == "dummy":
             return dummy_parameters(specs, place, seed=config.seed, progress=progress)
         with source.open_checkpoint() as checkpoint:
@@ -433,8 +448,12 @@ def _naming_memory_errors(
     raise DeviceOutOfMemoryError(message)
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """Find the device; "auto" is a GPU where torch sees one, else the CPU.
+
+    Args:
+        name: as the configuration has it.
+        local_rank: of those on this host; each takes the next GPU.
 
     Raises:
         ConfigError: a GPU is asked for that torch doesn't see, or something that is neither a GPU nor the CPU.
@@ -449,9 +468,11 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device={name!r} must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device={name!r}: torch sees {count} GPU(s) here; use device='cpu'")
-        device = torch.device("cuda", device.index or 0)
+        index = (device.index or 0) + local_rank
+        if index >= count:
+            of_rank = f", and rank {local_rank} needs cuda:{index}" if local_rank else ""
+            raise ConfigError(f"device={name!r}: torch sees {count} GPU(s) here{of_rank}; use device='cpu'")
+        device = torch.device("cuda", index)
     return device
 
 

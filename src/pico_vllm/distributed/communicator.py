@@ -1,0 +1,170 @@
+"""Communicator: what ranks need of each other, and the libraries that do it: gloo on a CPU, NCCL on GPUs.
+
+Each holds a process group of its own, made of a store that the ranks share; torch's global process group is left to the
+application, and several engines in one process don't meet. A communicator knows no layers. Which one a device gets is
+decided in ``connect`` alone: another (our own all-reduce over symmetric memory) is one more class here.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed
+
+from pico_vllm.distributed.sharding import Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._C._distributed_c10d import Store
+
+_c10d: Any = torch.distributed  # the type stubs lack most of its classes' methods
+
+#: A rank that is late by this much is taken for lost: steps and captures take seconds, loading a model minutes.
+TIMEOUT = timedelta(minutes=10)
+
+
+class RankLostError(Exception):
+    """Another rank did not take part: it has died, or is stuck. What it says of itself is the executor's to find."""
+
+
+class Communicator(Protocol):
+    """Collective operations: every rank calls the same ones in the same order, with equal shapes and dtypes.
+
+    Raises:
+        RankLostError: from any of them, where the library notices that a rank is gone.
+    """
+
+    @property
+    def shard(self) -> Shard:
+        """Which rank this is, of how many."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a contiguous tensor by its sum over the ranks, of the same bits on all of them."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """Every rank's tensor, in the order of ranks, into ``out`` [size, *tensor.shape]; both contiguous."""
+        ...
+
+    def largest(self, value: float) -> float:
+        """The largest of the ranks' numbers; waits for all of them on the host."""
+        ...
+
+    def abort(self) -> None:
+        """End every operation under way with an error, from any thread; none may follow. Safe to call twice."""
+        ...
+
+
+class GlooCommunicator:
+    """gloo over TCP, for tensors on a CPU.
+
+    Args:
+        store: that all ranks share.
+        shard: this rank, of how many.
+        addresses: names of interfaces' addresses to listen at; () = what gloo finds for this host's name.
+    """
+
+    def __init__(self, store: Store, shard: Shard, *, addresses: Sequence[str] = ()) -> None:
+        self.shard = shard
+        options = _c10d.ProcessGroupGloo._Options()
+        options._timeout = TIMEOUT
+        make, default = _c10d.ProcessGroupGloo.create_device, _c10d.ProcessGroupGloo.create_default_device
+        options._devices = [make(hostname=address) for address in addresses] or [default()]
+        try:
+            self._group = _c10d.ProcessGroupGloo(store, shard.rank, shard.size, options)
+        except RuntimeError as error:
+            raise RankLostError(str(error)) from error
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """The sum; of 16-bit tensors in fp32 and rounded once, since nothing here is short of bandwidth."""
+        wide = tensor.float()  # itself, where it is fp32
+        try:
+            self._group.allreduce([wide]).wait()
+        except RuntimeError as error:
+            raise RankLostError(str(error)) from error
+        if wide is not tensor:
+            tensor.copy_(wide)
+
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """All of them."""
+        try:
+            self._group._allgather_base(out, tensor).wait()
+        except RuntimeError as error:
+            raise RankLostError(str(error)) from error
+
+    def largest(self, value: float) -> float:
+        """Gathered as fp64, in which numbers of blocks are exact."""
+        values = torch.empty(self.shard.size, dtype=torch.float64)
+        self.all_gather(torch.tensor([value], dtype=torch.float64), values)
+        return values.max().item()
+
+    def abort(self) -> None:
+        """Close the connections; the others notice, too."""
+        self._group.abort()
+
+
+class NcclCommunicator:
+    """NCCL, for tensors on GPUs; capturable. What is decided on the host goes over gloo beside it.
+
+    Has not been run yet: it was written on a machine without GPUs.
+
+    Args:
+        store: that all ranks share.
+        shard: this rank, of how many.
+        device: of this rank; launches go to its current stream.
+        host: for numbers of the host.
+    """
+
+    def __init__(self, store: Store, shard: Shard, device: torch.device, host: GlooCommunicator) -> None:
+        self.shard = shard
+        self._host = host
+        options = _c10d.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        self._group = _c10d.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+        self.all_reduce(torch.zeros(1, device=device))  # connects: nothing may be set up while a graph is captured
+        torch.cuda.synchronize(device)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """The sum, in the tensor's dtype; the stream waits for it, the host does not."""
+        try:
+            self._group.allreduce([tensor]).wait()
+        except RuntimeError as error:
+            raise RankLostError(str(error)) from error
+
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """All of them; the stream waits for it, the host does not."""
+        try:
+            self._group._allgather_base(out, tensor).wait()
+        except RuntimeError as error:
+            raise RankLostError(str(error)) from error
+
+    def largest(self, value: float) -> float:
+        """Of the hosts."""
+        return self._host.largest(value)
+
+    def abort(self) -> None:
+        """End the kernels that wait for a lost rank, then close the hosts' connections."""
+        self._group.abort()
+        self._host.abort()
+
+
+def connect(store: Store, shard: Shard, device: torch.device, *, addresses: Sequence[str] = ()) -> Communicator:
+    """Meet the other ranks, with what this device needs; returns when all are there.
+
+    Args:
+        store: that all ranks share.
+        shard: this rank, of how many.
+        device: of this rank's tensors.
+        addresses: as of ``GlooCommunicator``.
+
+    Raises:
+        RankLostError: a rank has not come in time.
+    """
+    host = GlooCommunicator(_c10d.PrefixStore("gloo", store), shard, addresses=addresses)
+    if device.type == "cpu":
+        return host
+    return NcclCommunicator(_c10d.PrefixStore("nccl", store), shard, device, host)
