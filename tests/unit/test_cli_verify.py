@@ -96,7 +96,7 @@ def test_a_nan_is_valid_json(run, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--tp", "2"), "tensor_parallel_size=2"),
+        (("--tp", "2"), "tensor_parallel_size=2 does not split this model: num_attention_heads=3"),
         (("--backend", "triton"), "a CUDA GPU, and this engine runs on cpu"),
         (("--dtype", "int8"), "int8"),
         (("--backend", "x"), "reference"),

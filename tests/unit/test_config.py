@@ -484,7 +484,7 @@ BAD_OPTIONS = {
     "max_model_len": [0, -1, 1, 2.0, True, "2", 2**31],
     "enable_chunked_prefill": [1, "no", None],
     "async_scheduling": [1, 0, "no"],
-    "tensor_parallel_size": [0, 2, True, "1", None],
+    "tensor_parallel_size": [0, -1, 1.0, True, "1", None, 1025],
     "skip_tokenizer_init": [1, "no", None],
     "engine_core_process": [1, "no", None],
     "enforce_eager": [1, "no", None],

@@ -92,7 +92,7 @@ class GlooCommunicator:
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """All of them."""
         try:
-            self._group._allgather_base(out, tensor).wait()
+            self._group._allgather_base(out.view(-1), tensor.view(-1)).wait()
         except RuntimeError as error:
             raise RankLostError(str(error)) from error
 
@@ -138,7 +138,7 @@ class NcclCommunicator:
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """All of them; the stream waits for it, the host does not."""
         try:
-            self._group._allgather_base(out, tensor).wait()
+            self._group._allgather_base(out.view(-1), tensor.view(-1)).wait()
         except RuntimeError as error:
             raise RankLostError(str(error)) from error
 
