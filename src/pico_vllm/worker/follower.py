@@ -15,7 +15,7 @@ import socket
 import sys
 import traceback
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -107,6 +107,7 @@ class _Launched:
 
 def _serve(channel: RankChannel, launched: _Launched | None) -> int:
     """Build what rank 0 asks for and run its steps; returns the exit code."""
+    at_end = ExitStack()
     try:
         message = channel.receive()
         if message is None:
@@ -115,7 +116,7 @@ def _serve(channel: RankChannel, launched: _Launched | None) -> int:
         if isinstance(build, Shutdown):
             return 0
         assert isinstance(build, Build), f"the first message is {build}"
-        runner = _build(channel, build, launched)
+        runner = _build(channel, build, launched, at_end)
         channel.send(encode(Ready()))
         return _run(channel, runner)
     except BaseException as error:
@@ -123,9 +124,11 @@ def _serve(channel: RankChannel, launched: _Launched | None) -> int:
         with suppress(OSError):
             channel.send(encode(Failed(type(error).__name__, str(error), trace, isinstance(error, RankLostError))))
         return 1
+    finally:
+        at_end.close()
 
 
-def _build(channel: RankChannel, build: Build, launched: _Launched | None) -> ModelRunner:
+def _build(channel: RankChannel, build: Build, launched: _Launched | None, at_end: ExitStack) -> ModelRunner:
     import torch
 
     from pico_vllm.distributed.tensor_parallel import MultiRank
@@ -155,6 +158,7 @@ def _build(channel: RankChannel, build: Build, launched: _Launched | None) -> Mo
         communicator = connect(file_store(build.store_path, shard.size), shard, device, addresses=(LOOPBACK,))
     else:
         communicator = connect(launched.store, shard, device)
+    at_end.callback(communicator.abort)
     with no_garbage_collection():
         return ModelRunner(
             config,

@@ -77,6 +77,7 @@ class _Ranks:
     news: threading.Condition = field(default_factory=threading.Condition)
     cause: str | None = None
     is_closing: bool = False
+    is_over: bool = False  # nothing more will be heard
     abort: Callable[[], None] = lambda: None
 
 
@@ -164,17 +165,17 @@ class Followers:
         """
         reached = (Joining, Ready) if kind is Joining else (Ready,)
         with self._ranks.news:
-            while self._ranks.cause is None:
+            while not self._ranks.is_over:
                 if all(follower.progress in reached for follower in self._ranks.followers):
                     return
                 self._ranks.news.wait()
-        raise RankLostError(self._ranks.cause)
+        raise RankLostError(self._ranks.cause or "the ranks have been shut down")
 
     def blame(self) -> str | None:
         """After an error of a collective: the rank that has caused it, in its own words. None if all seem to live."""
         deadline = time.monotonic() + MAX_BLAME_S
         with self._ranks.news:
-            while self._ranks.cause is None and (left := deadline - time.monotonic()) > 0:
+            while not self._ranks.is_over and (left := deadline - time.monotonic()) > 0:
                 self._ranks.news.wait(left)
         return self._ranks.cause
 
@@ -204,13 +205,12 @@ def _listen(ranks: _Ranks) -> None:
                 break
     for follower in ranks.followers:
         follower.channel.close()
-    if ranks.is_closing:
-        return
-    cause = _cause(ranks)
+    cause = None if ranks.is_closing else _cause(ranks)
     with ranks.news:
-        ranks.cause = cause
+        ranks.cause, ranks.is_over = cause, True
         ranks.news.notify_all()
-    ranks.abort()
+    if cause is not None:
+        ranks.abort()
 
 
 def _take_in(ranks: _Ranks, follower: _Follower) -> None:
@@ -267,6 +267,9 @@ def _close(ranks: _Ranks) -> None:
             follower.process.wait()
         if follower.process.stdin is not None:
             follower.process.stdin.close()
+    with ranks.news:  # ranks of torchrun's end by themselves, too, and nobody else waits for them
+        while not ranks.is_over and (left := deadline - time.monotonic()) > 0:
+            ranks.news.wait(left)
     for follower in ranks.followers:
         follower.channel.end()
     ranks.abort()

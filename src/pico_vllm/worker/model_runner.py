@@ -98,8 +98,6 @@ class ModelRunner:
         #: This rank and the others.
         self.group = new_group(backend)
         shard = self.group.shard
-        #: The model as its layers see it on one rank.
-        self._rank_config = shard.model_config(model_config)
         on_gpu = self.device.type == "cuda"
         #: New tokens of a step at most; what memory is kept for.
         self.max_num_batched_tokens = config.scheduler.token_bound(
@@ -163,6 +161,11 @@ class ModelRunner:
             model_config.architecture, self.device, self.dtype, self.backend.name, self.num_blocks, block_size,
             time.perf_counter() - start,
         )  # fmt: skip
+
+    @property
+    def _rank_config(self) -> ModelConfig:
+        """The model as its layers see it on one rank."""
+        return self.group.shard.model_config(self.model_config)
 
     @property
     def num_rows(self) -> int:
