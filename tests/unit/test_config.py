@@ -12,10 +12,12 @@ from pico_vllm.config import (
     BLOCK_SIZES,
     SUPPORTED_ARCHITECTURES,
     EngineConfig,
+    LaunchedRank,
     ModelConfig,
     RopeConfig,
     SchedulerConfig,
     cache_dir,
+    launched_rank,
     triton_is_interpreted,
 )
 from pico_vllm.errors import ConfigError
@@ -568,6 +570,28 @@ def test_the_cache_directory_is_ours_then_xdgs_then_dot_cache(monkeypatch, envir
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cache_dir() == Path(expected)
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+
+
+def test_what_torchrun_says_is_read(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert launched_rank() == LaunchedRank(rank=3, size=8, local_rank=1, leader_host="node-0")
+    monkeypatch.delenv("LOCAL_RANK")
+    assert launched_rank() == LaunchedRank(rank=3, size=8, local_rank=3, leader_host="node-0")
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ConfigError, match="'first'"):
+        launched_rank()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_without_torchrun_a_process_is_on_its_own(monkeypatch, missing):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    assert launched_rank() is None
 
 
 def test_a_tokenizer_that_would_not_be_loaded_is_refused():
