@@ -85,7 +85,8 @@ def serve_if_launched_as_follower(config: EngineConfig, model_config: ModelConfi
         )
     if launched.rank == 0:
         return
-    ignore_ctrl_c()
+    with suppress(ValueError):  # not on the main thread, which alone may say so
+        ignore_ctrl_c()
     store = launched_store(launched)
     with socket.create_connection(leader_address(store)) as connected:
         channel = RankChannel(connected)

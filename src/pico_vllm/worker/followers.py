@@ -17,7 +17,7 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pico_vllm.distributed.communicator import RankLostError
 from pico_vllm.worker.child_process import how_it_ended, start_module
@@ -34,6 +34,8 @@ from pico_vllm.worker.rank_messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+_Result = TypeVar("_Result")
 
 #: After the first rank's end, for the last words of the others: the cause may be among them.
 LAST_WORDS_S = 0.3
@@ -75,6 +77,7 @@ class _Ranks:
     directory: str | None
     owner_pid: int = field(default_factory=os.getpid)
     news: threading.Condition = field(default_factory=threading.Condition)
+    culprit: _Follower | None = None
     cause: str | None = None
     is_closing: bool = False
     is_over: bool = False  # nothing more will be heard
@@ -130,6 +133,12 @@ class Followers:
         """What has become of a rank that is gone, with its traceback; None while all live."""
         return self._ranks.cause
 
+    @property
+    def last_words(self) -> Failed | None:
+        """Of the rank that is gone, if it has said any."""
+        culprit = self._ranks.culprit
+        return None if culprit is None else culprit.failure
+
     def abort_with(self, abort: Callable[[], None]) -> None:
         """What ends a collective under way: called when a rank is gone, in another thread, and at the end.
 
@@ -171,6 +180,36 @@ class Followers:
                 self._ranks.news.wait()
         raise RankLostError(self._ranks.cause or "the ranks have been shut down")
 
+    def while_all_live(self, call: Callable[[], _Result]) -> _Result:
+        """Make a call that waits for the other ranks and may wait long for one that is gone.
+
+        Returns:
+            Its result.
+
+        Raises:
+            RankLostError: a rank is gone; the call is left to itself then, in a thread of its own.
+        """
+        results: list[_Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except BaseException as error:
+                errors.append(error)
+            with self._ranks.news:
+                self._ranks.news.notify_all()
+
+        threading.Thread(target=run, name="pico-vllm-connect", daemon=True).start()
+        with self._ranks.news:
+            while not results and not errors and not self._ranks.is_over:
+                self._ranks.news.wait()
+        if errors:
+            raise errors[0]
+        if not results:
+            raise RankLostError(self._ranks.cause or "the ranks have been shut down")
+        return results[0]
+
     def blame(self) -> str | None:
         """After an error of a collective: the rank that has caused it, in its own words. None if all seem to live."""
         deadline = time.monotonic() + MAX_BLAME_S
@@ -205,9 +244,10 @@ def _listen(ranks: _Ranks) -> None:
                 break
     for follower in ranks.followers:
         follower.channel.close()
-    cause = None if ranks.is_closing else _cause(ranks)
+    culprit = None if ranks.is_closing else _culprit(ranks)
+    cause = None if culprit is None else _cause(culprit)
     with ranks.news:
-        ranks.cause, ranks.is_over = cause, True
+        ranks.culprit, ranks.cause, ranks.is_over = culprit, cause, True
         ranks.news.notify_all()
     if cause is not None:
         ranks.abort()
@@ -231,12 +271,16 @@ def _knows_the_cause(ranks: _Ranks) -> bool:
     return any(f.failure is not None and not f.failure.is_lost for f in ranks.followers)
 
 
-def _cause(ranks: _Ranks) -> str:
+def _culprit(ranks: _Ranks) -> _Follower:
     """The rank that was the first to go, as far as can be told: one with an error of its own, or without a word."""
     told = [f for f in ranks.followers if f.failure is not None and not f.failure.is_lost]
     silent = [f for f in ranks.followers if f.is_gone and f.failure is None]
     others = [f for f in ranks.followers if f.failure is not None]
-    follower = (told + silent + others)[0]
+    return (told + silent + others)[0]
+
+
+def _cause(follower: _Follower) -> str:
+    """What has become of it."""
     if (failure := follower.failure) is not None:
         first_line = f"{follower.name} has failed: {failure.error_type}: {failure.message}"
         return f"{first_line}\n\nIn the process of rank {follower.rank}:\n{failure.traceback}"

@@ -24,7 +24,7 @@ from pico_vllm.distributed.communicator import TIMEOUT, RankLostError, connect
 from pico_vllm.distributed.rendezvous import LOOPBACK, file_store, launched_store, publish_leader_address
 from pico_vllm.distributed.sharding import Shard
 from pico_vllm.distributed.tensor_parallel import MultiRank
-from pico_vllm.errors import EngineDeadError, RequestError
+from pico_vllm.errors import ConfigError, EngineDeadError, RequestError, WeightLoadError
 from pico_vllm.scheduler_output import NewRequestData
 from pico_vllm.worker.cuda_graph import no_garbage_collection
 from pico_vllm.worker.followers import Followers, private_directory
@@ -58,12 +58,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_START_ERRORS = {kind.__name__: kind for kind in (ConfigError, WeightLoadError)}
+
 
 class MultiRankExecutor:
     """Runs steps on ``tensor_parallel_size`` ranks. An ``Executor``.
 
     Raises:
         ConfigError: the model does not split so, or there are too few devices; no process was started then.
+        ConfigError, WeightLoadError: as with one rank.
         EngineDeadError: another rank could not be built; carries its traceback. So do all methods when one is gone.
     """
 
@@ -99,7 +102,9 @@ class MultiRankExecutor:
                 [encode(msgspec.structs.replace(met.build, rank=rank)) for rank in range(1, shard.size)]
             )
             self._followers.wait_for(Joining)
-            communicator = connect(met.store, shard, device, addresses=met.addresses)
+            communicator = self._followers.while_all_live(
+                partial(connect, met.store, shard, device, addresses=met.addresses)
+            )
             self._followers.abort_with(communicator.abort)
             with no_garbage_collection():  # what is made here stays: looking through it again and again frees nothing
                 self.runner = ModelRunner(
@@ -113,7 +118,7 @@ class MultiRankExecutor:
                 )
             self._followers.wait_for(Ready)
         except RankLostError as error:
-            self._die(error)
+            self._fail_to_start(error)
         except BaseException:
             self.shutdown()
             raise
@@ -214,6 +219,24 @@ class MultiRankExecutor:
             if isinstance(error, Exception):
                 raise EngineDeadError(self._death) from error
             raise  # what a signal handler of the application's has raised stays what it is
+
+    def _fail_to_start(self, error: RankLostError) -> None:
+        """What is wrong for all ranks is the same error as with one, whichever rank has come to it first.
+
+        Raises:
+            ConfigError, WeightLoadError: of the lost rank, with its traceback as a note.
+            EngineDeadError: anything else.
+        """
+        self._followers.blame()
+        words = self._followers.last_words
+        kind = None if words is None else _START_ERRORS.get(words.error_type)
+        if words is None or kind is None:
+            self._die(error)
+            return
+        self.shutdown()
+        start_error = kind(words.message)
+        start_error.add_note(self._followers.cause_of_death or "")
+        raise start_error from None
 
     def _die(self, error: RankLostError) -> None:
         """Find out what has become of the lost rank, and end the others.

@@ -100,6 +100,11 @@ def fail(self, *args, **options):
     raise ZeroDivisionError("half built")
 ModelRunner._new_caches = fail
 """
+ENDS_BEFORE_IT_MEETS_THE_OTHERS = """
+import os
+from pico_vllm.distributed.communicator import GlooCommunicator
+GlooCommunicator.__init__ = lambda *args, **options: os._exit(9)
+"""
 ENDS_AT_START = """
 import os
 os._exit(7)
@@ -123,6 +128,7 @@ ModelRunner.start = fail
     [
         (FAILS_AT_START, ["ZeroDivisionError: no such luck", "Traceback", "in fail"]),
         (FAILS_ON_THE_WAY, ["ZeroDivisionError: half built", "Traceback", "in fail"]),
+        (ENDS_BEFORE_IT_MEETS_THE_OTHERS, ["has ended with exit code 9"]),
         (ENDS_AT_START, ["has ended with exit code 7"]),
     ],
 )
