@@ -144,7 +144,11 @@ class Followers:
 
         Must not hold this object.
         """
-        self._ranks.abort = abort
+        with self._ranks.news:
+            self._ranks.abort = abort
+            is_late = self._ranks.is_over
+        if is_late:
+            abort()
 
     def send(self, message: bytes) -> None:
         """To every rank.

@@ -200,6 +200,21 @@ def test_what_cannot_be_sent_is_refused_alone(llm, single):
     same(llm.generate(PROMPTS[:1], greedy(3)), single.generate(PROMPTS[:1], greedy(3)))
 
 
+def test_an_error_between_launch_and_choice_is_forgotten_by_all_ranks(llm, name, single, monkeypatch):
+    if name not in IN_PROCESS:
+        return
+
+    def fail(plan):
+        raise ZeroDivisionError("masks")
+
+    params = greedy(4, structured_outputs=StructuredOutputsParams(regex="[a-f]{9}"))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.core.structured_output, "masks", fail)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(PROMPTS[:3], params)
+    same(llm.generate(PROMPTS[:3], params), single.generate(PROMPTS[:3], params))
+
+
 def test_the_prefix_cache_can_be_reset(llm, single):
     assert llm.reset_prefix_cache()
     same(llm.generate(PROMPTS[:2], greedy(3)), single.generate(PROMPTS[:2], greedy(3)))
