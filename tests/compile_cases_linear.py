@@ -125,7 +125,7 @@ def _hopper_gated_case(name: str, shape: ProductShape, block_m: int) -> CompileC
             "x": f"tensordesc<bf16[64, 64],{gated._SWIZZLED.value!r}>",
             "bias": "*bf16",
             "y": f"tensordesc<bf16[64, 32],{gated._RESULTS.value!r}>",
-            **dict.fromkeys(("out_features", "num_tiles", "num_token_tiles", "num_output_tiles"), "i32"),
+            **dict.fromkeys(("out_features", "num_tiles", "num_halves", "num_token_tiles", "num_output_tiles"), "i32"),
         },
         constexprs={"STEPS": steps, "NUM_STAGES": num_stages, "HAS_BIAS": shape.has_bias, "BLOCK_M": block_m},
         divisible=("out_features",),

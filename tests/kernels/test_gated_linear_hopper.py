@@ -20,7 +20,7 @@ from pico_vllm.kernels import gated_linear_hopper, linear_triton
 from pico_vllm.kernels.attention_config import Device
 from pico_vllm.kernels.gated_linear_hopper import launch_hopper_gated
 from pico_vllm.kernels.linear import LinearWeight, pack_linear_dense
-from pico_vllm.kernels.linear_config import GATED_BLOCK_M, GATED_BLOCK_N, GATED_WIDE_BLOCK_M
+from pico_vllm.kernels.linear_config import GATED_BLOCK_M, GATED_BLOCK_N, GATED_WIDE_BLOCK_M, divide_gated
 from pico_vllm.kernels.linear_triton import gated_linear_triton
 from pico_vllm.kernels.rms_norm import rms_norm_reference
 from pico_vllm.kernels.rms_norm_triton import rms_norm_triton
@@ -57,12 +57,13 @@ def operands(num_tokens: int, out_features: int = 8960, in_features: int = 1536)
 @pytest.mark.parametrize(
     "num_tokens, grid, tiles, block_m, num_stages",
     [
-        (65, 94, (94, 1, 94), 128, 5),
-        (128, 94, (94, 1, 94), 128, 5),
-        (129, 94, (94, 1, 94), 192, 4),
-        (192, 94, (94, 1, 94), 192, 4),
-        (512, 132, (376, 4, 94), 128, 5),
-        (2048, 132, (1504, 16, 94), 128, 5),
+        (65, 94, (94, 0, 1, 94), 128, 5),
+        (128, 94, (94, 0, 1, 94), 128, 5),
+        (129, 94, (94, 0, 1, 94), 192, 4),
+        (192, 94, (94, 0, 1, 94), 192, 4),
+        (384, 132, (264, 36, 3, 94), 128, 5),  # 282 tiles, of which the last 18 are halved
+        (512, 132, (376, 0, 4, 94), 128, 5),
+        (2048, 132, (1452, 104, 16, 94), 128, 5),
     ],
 )
 def test_it_is_launched_as_it_was_measured(launches, num_tokens, grid, tiles, block_m, num_stages):
@@ -96,8 +97,8 @@ def test_bias_stages_and_strides_are_those_of_the_operands(launches):
     assert (params["STEPS"], params["NUM_STAGES"], params["HAS_BIAS"]) == (2, 2, True)
 
 
-@pytest.mark.parametrize("num_tokens", [193, 256, 384])
-def test_where_its_last_wave_of_tiles_is_almost_empty_two_ops_do_it(launches, num_tokens):
+@pytest.mark.parametrize("num_tokens", [193, 256])
+def test_where_its_tiles_fill_no_two_waves_two_ops_do_it(launches, num_tokens):
     kernel, two_ops = launches
     gated_linear_triton(*operands(num_tokens))
     assert not kernel.seen and len(two_ops) == 1
@@ -188,7 +189,22 @@ def test_a_program_computes_many_tiles_of_many_groups(num_tokens, in_features):
 
 
 @needs_hopper
-@pytest.mark.parametrize("num_tokens", [65, 100, 128, 129, 192, 512, 640, 1024, 2048])
+@pytest.mark.parametrize("num_tokens", [65, 129, 150, 192, 193, 200, 256])
+@pytest.mark.parametrize("num_tiles", [1.1, 1.2])
+def test_the_last_tiles_may_be_halves(num_tokens, num_tiles):
+    """So many tiles an SM, too many for one wave of wide ones; of the last 64 tokens some halves have a few or none."""
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    num_output_tiles = round(num_tiles * num_sms)
+    if num_tokens > GATED_WIDE_BLOCK_M:
+        num_output_tiles //= 2
+    out_features = num_output_tiles * GATED_BLOCK_N
+    assert divide_gated(num_tokens, out_features, num_sms).num_halves > 0
+    case = build_on_gpu(num_tokens, 384, out_features, has_bias=True)
+    assert_near_oracle("gated_linear", case.run(gated), case.expected("gated_linear"))
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [65, 100, 128, 129, 192, 257, 330, 384, 512, 640, 1024, 2048])
 def test_products_of_a_model_are_near_the_oracle(monkeypatch, num_tokens):
     monkeypatch.setattr(linear_triton, "linear_cpu", None)
     case = build_on_gpu(num_tokens, 1536, 8960)

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import pytest
 
@@ -239,22 +240,51 @@ def test_shapes_of_hopper_are_what_its_instructions_and_copies_take_and_fit(kind
         (192, 8960, True),
         (193, 8960, False),  # 188 tiles: 1.4 waves
         (256, 8960, False),
-        (384, 8960, False),
-        (512, 8960, True),  # 376 tiles: 2.85 waves
-        (640, 8960, True),  # 470: 3.56
-        (768, 8960, False),  # 564: 4.27
-        (896, 8960, True),
-        (1024, 8960, True),
-        (2048, 8960, True),
+        (257, 8960, True),  # 282 tiles: 2.1
+        (512, 8960, True),
         (8192, 8960, True),
         (128, 1536, True),
-        (512, 1536, False),  # 64 tiles
-        (1024, 1536, True),  # 128 tiles
-        (1152, 1536, False),  # 144 tiles
+        (1024, 1536, False),  # 128 tiles
+        (2048, 1536, False),  # 256 tiles
+        (2049, 1536, True),
     ],
 )
 def test_tiles_of_many_gated_tokens_are_taken_where_they_fill_an_h200(num_rows, out_features, takes):
     assert linear_config.takes_gated_tiles(num_rows, out_features, 132) is takes
+
+
+@pytest.mark.parametrize(
+    "num_rows, out_features, num_sms, block_m, whole, halves",
+    [
+        (128, 8960, 132, 128, 94, 0),
+        (129, 8960, 132, 192, 94, 0),
+        (192, 132 * 96, 132, 192, 132, 0),
+        (192, 133 * 96, 132, 128, 264, 4),  # no wave of wide tiles holds 133
+        (192, 8960, 78, 128, 156, 64),
+        (128, 133 * 96, 132, 128, 132, 2),
+        (128, 198 * 96, 132, 128, 132, 132),  # half of the SMs would have none
+        (128, 199 * 96, 132, 128, 199, 0),
+        (256, 8960, 132, 128, 132, 112),
+        (512, 8960, 132, 128, 376, 0),  # 2.85 waves
+        (2048, 8960, 132, 128, 1452, 104),
+    ],
+)
+def test_tiles_are_wide_in_one_wave_and_the_last_ones_halved_where_half_of_the_sms_would_have_none(
+    num_rows, out_features, num_sms, block_m, whole, halves
+):
+    tiles = linear_config.divide_gated(num_rows, out_features, num_sms)
+    assert (tiles.block_m, tiles.num_whole, tiles.num_halves) == (block_m, whole, halves)
+
+
+def test_whole_tiles_and_halves_are_all_tiles_and_no_program_has_two_halves():
+    for num_sms, num_rows, num_outputs in itertools.product(
+        (78, 114, 132), (1, 65, 128, 129, 192, 193, 1000), range(1, 420)
+    ):
+        tiles = linear_config.divide_gated(num_rows, 96 * num_outputs - 8, num_sms)
+        assert tiles.num_output_tiles == num_outputs and tiles.num_token_tiles * tiles.block_m >= num_rows
+        assert tiles.num_whole + tiles.num_halves / 2 == tiles.num_token_tiles * num_outputs
+        assert tiles.num_halves <= min(tiles.num_whole, num_sms)
+        assert tiles.block_m == 128 or (tiles.num_halves == 0 and tiles.num_token_tiles == 1)
 
 
 @pytest.mark.parametrize("config", [config for shapes in linear_config._SHAPES.values() for config in shapes])

@@ -292,7 +292,7 @@ def test_every_shape_is_near_the_oracle(always, kind, config, dtype):
     out_features = 2 * config.block_n + 3
     for in_features, num_tokens, has_bias in itertools.product(
         (64, config.block_k * config.num_stages, config.block_k * (config.num_stages + 1), refills),
-        {2, config.block_m // 2, config.block_m // 2 + 1, config.block_m - 1, config.block_m, 2 * config.block_m + 1},
+        {2, config.block_m // 2, config.block_m // 2 + 1, config.block_m - 1, config.block_m, 2 * config.block_m - 1},
         (False, True),
     ):
         case = build_on_gpu(kind, num_tokens, in_features, out_features, dtype, has_bias)

@@ -168,4 +168,6 @@ def _parse(fields: dict[str, Any], hash_block_size: int, fresh: Iterator[int]) -
             output = [next(fresh) for _ in range(fields.get("output_len", 0))]
     if not prompt or not all(type(token_id) is int and -_INT32 <= token_id < _INT32 for token_id in (*prompt, *output)):
         raise ValueError("a prompt has at least one token, and tokens are 32-bit integers")
+    if min(prompt) < 0:
+        raise ValueError(f"a prompt's tokens are not negative: {min(prompt)}")
     return LoggedRequest(tuple(prompt), tuple(output), fields.get("cache_salt"))

@@ -328,7 +328,7 @@ class _Stopwatch:
 
 
 class _InterruptWaits:
-    """Puts off the KeyboardInterrupt of a Ctrl-C to the end of a ``with``; 1 us where there is none.
+    """Puts off the KeyboardInterrupt of a Ctrl-C to the end of a ``with``; 2 us where there is none.
 
     Only on the main thread, which alone gets one, and only in place of Python's own handler: an application that has
     set its own knows what it wants. By the functions that ``signal`` wraps: it looks for an enum of each number and

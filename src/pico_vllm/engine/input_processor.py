@@ -191,11 +191,12 @@ class InputProcessor:
 
     def _wrong_ids(self, token_ids: Sequence[Any]) -> RequestError:
         """What is wrong with ids that are no prompt."""
-        if others := [token_id for token_id in token_ids if type(token_id) is not int]:
+        if others := [t for t in token_ids if isinstance(t, bool) or not isinstance(t, int)]:
             return RequestError(f"token id {others[0]!r} is a {type(others[0]).__name__}, not an int")
-        low, high = min(token_ids), max(token_ids)
+        low, high = int(min(token_ids)), int(max(token_ids))
         bad = low if low < 0 else high
-        return RequestError(f"token id {bad} is outside the vocabulary: ids go from 0 to {self._vocab_size - 1}")
+        shown = bad if bad.bit_length() <= 128 else f"of {bad.bit_length()} bits"
+        return RequestError(f"token id {shown} is outside the vocabulary: ids go from 0 to {self._vocab_size - 1}")
 
     def _check_length(self, num_tokens: int) -> None:
         limits = self._limits

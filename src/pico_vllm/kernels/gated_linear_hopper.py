@@ -22,7 +22,6 @@ it. On an H200 tiles of 128 x 256 were slower up to 1024 tokens, and so were con
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,7 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pico_vllm.kernels.attention_config import device_of
 from pico_vllm.kernels.gluon_compat import async_load, async_store, reinterpret, thread_barrier
 from pico_vllm.kernels.linear import LinearWeight
-from pico_vllm.kernels.linear_config import GATED_BLOCK_M, GATED_BLOCK_N, GATED_WIDE_BLOCK_M, gated_block_m
+from pico_vllm.kernels.linear_config import GATED_BLOCK_M, GATED_BLOCK_N, GATED_WIDE_BLOCK_M, divide_gated
 
 #: Tokens of a tile, and how many more a wide one has: products of their own, since sizes are powers of two.
 _BLOCK_M = gl.constexpr(GATED_BLOCK_M)
@@ -71,7 +70,7 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _find_tile(tile, num_token_tiles, num_output_tiles):
-    """(tile of tokens, tile of outputs): of up to 16 tiles of tokens the first outputs, then the next ones."""
+    """(tile of tokens, tile of outputs): 16 tiles of tokens with the same outputs follow on each other."""
     group_size = _GROUP * num_output_tiles
     first = tile // group_size * _GROUP
     in_group = gl.minimum(num_token_tiles - first, _GROUP)
@@ -80,9 +79,9 @@ def _find_tile(tile, num_token_tiles, num_output_tiles):
 
 
 @gluon.jit
-def _copy_weights(weight, w_boxes, full, stage, output_tile, step, BLOCK_M: gl.constexpr):
+def _copy_weights(weight, w_boxes, full, stage, output_tile, step, NUM_TOKENS: gl.constexpr):
     """Ask for the weights of a step; its barrier now waits for all bytes of the step, those of the tokens too."""
-    mbarrier.expect(full.index(stage), (_CONSUMERS * _ROWS + BLOCK_M) * _BLOCK_K * 2)
+    mbarrier.expect(full.index(stage), (_CONSUMERS * _ROWS + NUM_TOKENS) * _BLOCK_K * 2)
     for consumer in gl.static_range(_CONSUMERS):
         first_group = (output_tile * _CONSUMERS + consumer) * (_OUTPUTS // 8)
         box = w_boxes.index(stage * _CONSUMERS + consumer)
@@ -90,13 +89,14 @@ def _copy_weights(weight, w_boxes, full, stage, output_tile, step, BLOCK_M: gl.c
 
 
 @gluon.jit
-def _copy_tokens(x, x_boxes, more_tiles, full, stage, token_tile, step, BLOCK_M: gl.constexpr):
+def _copy_tokens(x, x_boxes, more_tiles, full, stage, first_token, step, NUM_TOKENS: gl.constexpr):
     """Ask for the tokens of a step."""
-    first, first_input = token_tile * BLOCK_M, step * _BLOCK_K
-    async_load(x, [first, first_input], full.index(stage), x_boxes.index(2 * stage))
-    async_load(x, [first + _BOX_M, first_input], full.index(stage), x_boxes.index(2 * stage + 1))
-    if BLOCK_M > _BLOCK_M:
-        async_load(x, [first + _BLOCK_M, first_input], full.index(stage), more_tiles.index(stage))
+    first_input = step * _BLOCK_K
+    async_load(x, [first_token, first_input], full.index(stage), x_boxes.index(2 * stage))
+    if NUM_TOKENS >= _BLOCK_M:
+        async_load(x, [first_token + _BOX_M, first_input], full.index(stage), x_boxes.index(2 * stage + 1))
+    if NUM_TOKENS > _BLOCK_M:
+        async_load(x, [first_token + _BLOCK_M, first_input], full.index(stage), more_tiles.index(stage))
 
 
 @gluon.jit
@@ -104,7 +104,7 @@ def _produce(
     weight, x, w_boxes, x_boxes, more_tiles, full, empty, tiles, STEPS: gl.constexpr, BLOCK_M: gl.constexpr
 ):  # fmt: skip
     """The producer: weights and tokens of all steps of all tiles of the program."""
-    num_tiles, num_token_tiles, num_output_tiles = tiles
+    num_tiles, num_halves, num_token_tiles, num_output_tiles = tiles
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     STAGES: gl.constexpr = full.shape[0]
     # Weights into every stage, wait, tokens into every stage.
@@ -113,7 +113,7 @@ def _produce(
         _copy_weights(weight, w_boxes, full, first, output_tile, first, BLOCK_M)
     gdc_wait()
     for first in gl.static_range(STAGES):
-        _copy_tokens(x, x_boxes, more_tiles, full, first, token_tile, first, BLOCK_M)
+        _copy_tokens(x, x_boxes, more_tiles, full, first, token_tile * BLOCK_M, first, BLOCK_M)
     # The i-th step of the program, once its stage is empty.
     num_steps = (num_tiles - program + num_programs - 1) // num_programs * STEPS
     for i in range(STAGES, num_steps):
@@ -122,7 +122,56 @@ def _produce(
         step, stage = i % STEPS, i % STAGES
         mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
         _copy_weights(weight, w_boxes, full, stage, output_tile, step, BLOCK_M)
-        _copy_tokens(x, x_boxes, more_tiles, full, stage, token_tile, step, BLOCK_M)
+        _copy_tokens(x, x_boxes, more_tiles, full, stage, token_tile * BLOCK_M, step, BLOCK_M)
+    if BLOCK_M == _BLOCK_M:  # noqa: SIM102 (decided when the kernel is compiled: wide tiles have no halves)
+        if program < num_halves:
+            token_tile, output_tile = _find_tile(num_tiles + program // 2, num_token_tiles, num_output_tiles)
+            first_token = token_tile * BLOCK_M + program % 2 * _BOX_M
+            for step in range(0, STEPS):
+                stage = (num_steps + step) % STAGES
+                mbarrier.wait(empty.index(stage), (num_steps + step) // STAGES & 1 ^ 1)
+                _copy_weights(weight, w_boxes, full, stage, output_tile, step, _BOX_M)
+                _copy_tokens(x, x_boxes, more_tiles, full, stage, first_token, step, _BOX_M)
+
+
+@gluon.jit
+def _multiply(w_tiles, x_tiles, full, empty, i, STEPS: gl.constexpr, CONSUMER: gl.constexpr):
+    """(products of a tile, the step behind it); the tokens of a stage are the first of its tiles of ``x_tiles``."""
+    STAGES: gl.constexpr = full.shape[0]
+    TOKENS: gl.constexpr = x_tiles.shape[1]
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    acc = gl.zeros([_ROWS, TOKENS], gl.float32, OUT)
+    for step in range(0, STEPS):  # one behind the tensor cores; a stage is empty once its step has been multiplied
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), i // STAGES & 1)
+        x_tile = x_tiles.index(stage * (x_tiles.shape[0] // STAGES)).permute((1, 0))
+        acc = warpgroup_mma(w_tiles.index(stage * _CONSUMERS + CONSUMER), x_tile, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, [acc])
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=step > 0)
+        i += 1
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))
+    return acc, i
+
+
+@gluon.jit
+def _multiply_wide(w_tiles, x_tiles, more_tiles, full, empty, i, STEPS: gl.constexpr, CONSUMER: gl.constexpr):
+    """The same of a wide tile: products with the first tokens and with the others."""
+    STAGES: gl.constexpr = full.shape[0]
+    acc = gl.zeros([_ROWS, _BLOCK_M], gl.float32, _OUT)
+    more = gl.zeros([_ROWS, _MORE_M], gl.float32, _MORE_OUT)
+    for step in range(0, STEPS):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), i // STAGES & 1)
+        w_tile = w_tiles.index(stage * _CONSUMERS + CONSUMER)
+        acc = warpgroup_mma(w_tile, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+        more = warpgroup_mma(w_tile, more_tiles.index(stage).permute((1, 0)), more, is_async=True)
+        acc, more = warpgroup_mma_wait(2, [acc, more])
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=step > 0)
+        i += 1
+    acc, more = warpgroup_mma_wait(0, [acc, more])
+    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))
+    return acc, more, i
 
 
 @gluon.jit
@@ -157,52 +206,40 @@ def _store(result, memory, boxes, y, first_output, first_token, CONSUMER: gl.con
 
 @gluon.jit
 def _consume(
-    y, bias, w_tiles, x_tiles, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr,
+    y, bias, w_tiles, x_tiles, x_boxes, more_tiles, result_boxes, full, empty, out_features, tiles,
+    STEPS: gl.constexpr, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 32 gates and their ups of every tile of the program."""
-    num_tiles, num_token_tiles, num_output_tiles = tiles
+    num_tiles, num_halves, num_token_tiles, num_output_tiles = tiles
     program, num_programs = gl.program_id(0), gl.num_programs(0)
-    STAGES: gl.constexpr = full.shape[0]
     dtype: gl.constexpr = w_tiles.dtype
-    IS_WIDE: gl.constexpr = BLOCK_M > _BLOCK_M
     results = reinterpret(result_boxes, dtype, [_CONSUMERS, _BLOCK_M, _OUTPUTS], _RESULTS)
     i = program * 0
     for tile in range(program, num_tiles, num_programs):
-        # 1. Multiply, one step behind the tensor cores; a stage is empty once its step has been multiplied.
-        acc = gl.zeros([_ROWS, _BLOCK_M], gl.float32, _OUT)
-        more = gl.zeros([_ROWS, _MORE_M], gl.float32, _MORE_OUT)
-        for step in range(0, STEPS):
-            stage = i % STAGES
-            mbarrier.wait(full.index(stage), i // STAGES & 1)
-            w_tile = w_tiles.index(stage * _CONSUMERS + CONSUMER)
-            acc = warpgroup_mma(w_tile, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
-            if IS_WIDE:
-                more = warpgroup_mma(w_tile, more_tiles.index(stage).permute((1, 0)), more, is_async=True)
-                acc, more = warpgroup_mma_wait(2, [acc, more])
-            else:
-                acc = warpgroup_mma_wait(1, [acc])
-            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=step > 0)
-            i += 1
-        if IS_WIDE:
-            acc, more = warpgroup_mma_wait(0, [acc, more])
-        else:
-            acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))
-
-        # 2. Gate and store.
         token_tile, output_tile = _find_tile(tile, num_token_tiles, num_output_tiles)
         first_output, first_token = (output_tile * _CONSUMERS + CONSUMER) * _OUTPUTS, token_tile * BLOCK_M
-        result = _gate(acc, bias, out_features, first_output, dtype, HAS_BIAS)
-        _store(result, results.index(CONSUMER), result_boxes, y, first_output, first_token, CONSUMER)
-        if IS_WIDE:
+        if BLOCK_M > _BLOCK_M:
+            acc, more, i = _multiply_wide(w_tiles, x_tiles, more_tiles, full, empty, i, STEPS, CONSUMER)
             result = _gate(more, bias, out_features, first_output, dtype, HAS_BIAS)
             memory = result_boxes.index(2 * CONSUMER)
             _store(result, memory, result_boxes, y, first_output, first_token + _BLOCK_M, CONSUMER)
+        else:
+            acc, i = _multiply(w_tiles, x_tiles, full, empty, i, STEPS, CONSUMER)
+        result = _gate(acc, bias, out_features, first_output, dtype, HAS_BIAS)
+        _store(result, results.index(CONSUMER), result_boxes, y, first_output, first_token, CONSUMER)
+    if BLOCK_M == _BLOCK_M:  # noqa: SIM102
+        if program < num_halves:
+            half, i = _multiply(w_tiles, x_boxes, full, empty, i, STEPS, CONSUMER)
+            token_tile, output_tile = _find_tile(num_tiles + program // 2, num_token_tiles, num_output_tiles)
+            first_output = (output_tile * _CONSUMERS + CONSUMER) * _OUTPUTS
+            first_token = token_tile * BLOCK_M + program % 2 * _BOX_M
+            result = _gate(half, bias, out_features, first_output, dtype, HAS_BIAS)
+            memory = result_boxes.index(2 * CONSUMER)
+            _store(result, memory, result_boxes, y, first_output, first_token, CONSUMER)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_token_tiles", "num_output_tiles"])
+@gluon.jit(do_not_specialize=["num_tiles", "num_halves", "num_token_tiles", "num_output_tiles"])
 def _hopper_gated_kernel(
     weight,
     x,
@@ -210,6 +247,7 @@ def _hopper_gated_kernel(
     y,
     out_features,
     num_tiles,
+    num_halves,
     num_token_tiles,
     num_output_tiles,
     STEPS: gl.constexpr,
@@ -219,8 +257,9 @@ def _hopper_gated_kernel(
 ):
     """y = silu(x W_gate^T + b_gate) * (x W_up^T + b_up).
 
-    Grid: at most one program an SM; tile t is program t % grid's. ``weight``, ``x`` and ``y`` are descriptors: what
-    lies outside of the matrices arrives as 0, and is not stored.
+    Grid: at most one program an SM; tile t is program t % grid's. Behind the whole tiles come halves of tiles of
+    128 tokens, one for each of the first programs. ``weight``, ``x`` and ``y`` are descriptors: what lies outside of
+    the matrices arrives as 0, and is not stored.
     """
     gdc_launch_dependents()
     dtype: gl.constexpr = weight.dtype
@@ -241,20 +280,20 @@ def _hopper_gated_kernel(
     fence_async_shared()
     thread_barrier()
 
-    tiles = (num_tiles, num_token_tiles, num_output_tiles)
+    tiles = (num_tiles, num_halves, num_token_tiles, num_output_tiles)
     gl.warp_specialize(
         [
             (_consume, (
-                y, bias, w_tiles, x_tiles, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS, HAS_BIAS,
-                BLOCK_M, 0,
+                y, bias, w_tiles, x_tiles, x_boxes, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS,
+                HAS_BIAS, BLOCK_M, 0,
             )),
             (_consume, (
-                y, bias, w_tiles, x_tiles, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS, HAS_BIAS,
-                BLOCK_M, 1,
+                y, bias, w_tiles, x_tiles, x_boxes, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS,
+                HAS_BIAS, BLOCK_M, 1,
             )),
             (_consume, (
-                y, bias, w_tiles, x_tiles, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS, HAS_BIAS,
-                BLOCK_M, 2,
+                y, bias, w_tiles, x_tiles, x_boxes, more_tiles, result_boxes, full, empty, out_features, tiles, STEPS,
+                HAS_BIAS, BLOCK_M, 2,
             )),
             (_produce, (weight, x, w_boxes, x_boxes, more_tiles, full, empty, tiles, STEPS, BLOCK_M)),
         ],
@@ -271,28 +310,27 @@ def launch_hopper_gated(x: torch.Tensor, weight: LinearWeight, y: torch.Tensor) 
         weight: as ``linear_triton`` says, in memory for good; half of its rows is a multiple of 8.
         y: [num_tokens, out_features / 2], contiguous.
     """
-    num_tokens, in_features = x.shape
-    block_m = gated_block_m(num_tokens)
-    num_token_tiles = triton.cdiv(num_tokens, block_m)
-    num_output_tiles = triton.cdiv(y.shape[1], GATED_BLOCK_N)
-    num_tiles = num_token_tiles * num_output_tiles
+    in_features = x.shape[1]
+    num_sms = device_of(x.device.index).num_sms
+    tiles = divide_gated(x.shape[0], y.shape[1], num_sms)
     steps = in_features // _BLOCK_K.value
     # Of tokens and results made anew for every launch and passed by value: a captured graph has its own.
     tokens = TensorDescriptor(x, [*x.shape], [x.stride(0), 1], [_BOX_M.value, _BLOCK_K.value], _SWIZZLED.value)
     results = TensorDescriptor(y, [*y.shape], [y.shape[1], 1], [_BOX_M.value, _OUTPUTS.value], _RESULTS.value)
-    _hopper_gated_kernel[(min(num_tiles, device_of(x.device.index).num_sms),)](
+    _hopper_gated_kernel[(min(tiles.num_whole, num_sms),)](
         _weight_descriptor(weight),
         tokens,
         weight.to_dense() if weight.bias is None else weight.bias,
         results,
         y.shape[1],
-        num_tiles,
-        num_token_tiles,
-        num_output_tiles,
+        tiles.num_whole,
+        tiles.num_halves,
+        tiles.num_token_tiles,
+        tiles.num_output_tiles,
         STEPS=steps,
-        NUM_STAGES=min(_NUM_STAGES if block_m == GATED_BLOCK_M else _NUM_WIDE_STAGES, steps),
+        NUM_STAGES=min(_NUM_STAGES if tiles.block_m == GATED_BLOCK_M else _NUM_WIDE_STAGES, steps),
         HAS_BIAS=weight.bias is not None,
-        BLOCK_M=block_m,
+        BLOCK_M=tiles.block_m,
         num_warps=4,
         launch_pdl=True,
     )

@@ -53,7 +53,7 @@ class LinearConfig:
         return -(-in_features // self.split(in_features))
 
 
-#: Tokens of any shape here; of more, cuBLAS is faster.
+#: Tokens that a shape here is for at most.
 MAX_ROWS = 256
 #: Products with so many inputs have shapes of their own (down projections), and so have those with so many outputs
 #: (lm_head).
@@ -162,8 +162,6 @@ _HOPPER_SHAPES: dict[tuple[Product, bool], dict[int, tuple[LinearConfig, ...]]] 
 
 #: A tile of the kernel for Hopper that multiplies many tokens and gates: tokens, those of a wide one, outputs.
 GATED_BLOCK_M, GATED_WIDE_BLOCK_M, GATED_BLOCK_N = 128, 192, 96
-#: Share of the SMs' time that its tiles must fill: with less, cuBLAS and SwiGLU after it are faster.
-_MIN_FILL = 0.87
 
 
 def shape_class(kind: Product, out_features: int, in_features: int) -> tuple[Product, bool]:
@@ -210,25 +208,57 @@ def choose_linear(
     return dataclasses.replace(config, block_k=block_k, num_stages=num_stages)
 
 
-def gated_block_m(num_rows: int) -> int:
-    """Tokens of a tile: wide ones where one holds all."""
-    return GATED_WIDE_BLOCK_M if GATED_BLOCK_M < num_rows <= GATED_WIDE_BLOCK_M else GATED_BLOCK_M
+@dataclass(frozen=True, slots=True)
+class GatedTiles:
+    """How the results of a gated product of many tokens are divided.
+
+    Attributes:
+        block_m: tokens of a tile.
+        num_token_tiles, num_output_tiles: in each direction.
+        num_whole: tiles that are computed whole, the first ones; at least one for each program.
+        num_halves: of the others, as many halves; 0 where tiles are wide.
+    """
+
+    block_m: int
+    num_token_tiles: int
+    num_output_tiles: int
+    num_whole: int
+    num_halves: int
+
+
+def divide_gated(num_rows: int, out_features: int, num_sms: int) -> GatedTiles:
+    """Wide tiles where one wave of them holds all. Otherwise the last tiles are halved where half of the SMs or more
+    would have none of them.
+
+    Args:
+        num_rows: tokens.
+        out_features: of the result.
+        num_sms: of the device, which computes a tile on each at a time.
+    """
+    num_output_tiles = -(-out_features // GATED_BLOCK_N)
+    if GATED_BLOCK_M < num_rows <= GATED_WIDE_BLOCK_M and num_output_tiles <= num_sms:
+        return GatedTiles(GATED_WIDE_BLOCK_M, 1, num_output_tiles, num_output_tiles, 0)
+    num_token_tiles = -(-num_rows // GATED_BLOCK_M)
+    num_tiles = num_token_tiles * num_output_tiles
+    num_last = num_tiles % num_sms
+    is_halved = num_tiles > num_sms and 2 * num_last <= num_sms
+    num_whole = num_tiles - num_last if is_halved else num_tiles
+    return GatedTiles(GATED_BLOCK_M, num_token_tiles, num_output_tiles, num_whole, 2 * (num_tiles - num_whole))
 
 
 def takes_gated_tiles(num_rows: int, out_features: int, num_sms: int) -> bool:
     """Whether a gated product is faster in the tiles of the kernel for many tokens than in two ops.
 
-    Tiles are computed in waves, one on each SM at a time, and in the last wave some SMs have none. One tile of tokens
-    is bound by reading the weights, whatever the waves.
+    Tiles are computed in waves, one on each SM at a time, and of the last one or its halves some SMs have none. One
+    tile of tokens is bound by reading the weights; with more it takes two whole waves.
 
     Args:
         num_rows: tokens, more than ``choose_linear`` has a shape for.
         out_features: of the result.
         num_sms: of the device.
     """
-    num_token_tiles = -(-num_rows // gated_block_m(num_rows))
-    num_tiles = num_token_tiles * -(-out_features // GATED_BLOCK_N)
-    return num_token_tiles == 1 or num_tiles >= _MIN_FILL * num_sms * -(-num_tiles // num_sms)
+    tiles = divide_gated(num_rows, out_features, num_sms)
+    return tiles.num_token_tiles == 1 or tiles.num_whole >= 2 * num_sms
 
 
 def _next_power_of_2(n: int) -> int:

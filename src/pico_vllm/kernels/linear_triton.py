@@ -1,4 +1,4 @@
-"""Matrix products of a few tokens in Triton: bound by how fast the weights are read.
+"""Matrix products in Triton, for few tokens above all: bound by how fast the weights are read.
 
 A decode step of Qwen2.5-1.5B reads 3.1 GB of weights and multiplies them by a handful of rows. cuBLAS reads them at
 half of an H200's bandwidth then. Here the first weights of each program are on their way *before* it waits for its

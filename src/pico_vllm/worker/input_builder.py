@@ -1,8 +1,9 @@
 """InputBuilder: keeps a row for each live request and turns a SchedulerOutput into a ForwardBatch.
 
 The scheduler sends only what is new; what a request has accumulated (block table, sampling parameters, last sampled id)
-stays in its row. Host arithmetic is vectorised numpy; one packed int32 copy a step reaches the device, and one of the
-sampling parameters where rows are not greedy. A step is built while the one before it runs, and nothing here waits for
+stays in its row. Host arithmetic is vectorised numpy; of an eager step one packed int32 copy reaches the device (a
+captured one has its own, see ``cuda_graph``, and one of each new block table), and two of sampling parameters where
+rows are not greedy. A step is built while the one before it runs, and nothing here waits for
 that one. Only this class writes the rows.
 """
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _INT32 = np.int32
 _NO_ID = bytes(4)
+#: Block tables that are copied one by one. Mostly there is one, that of a new prompt; after eager steps there are many.
+_FEW_ROWS = 3
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -368,9 +371,15 @@ class InputBuilder:
 
     def _refresh_block_table_rows(self) -> None:
         """Copy to the device what has changed since rows were last read there."""
-        for row in self._stale_rows:  # a copy each and no kernel: mostly there is one, that of a new prompt
-            width = int(self._num_blocks[row])
-            self._ring.send_into(self._block_tables[row, :width], self.block_table_rows[row, :width])
+        if len(self._stale_rows) <= _FEW_ROWS:  # a copy each and no kernel
+            for row in self._stale_rows:
+                width = int(self._num_blocks[row])
+                self._ring.send_into(self._block_tables[row, :width], self.block_table_rows[row, :width])
+        else:
+            stale = np.array(sorted(self._stale_rows))
+            width = int(self._num_blocks[stale].max())
+            rows, tables = self._ring.send_int32(stale, self._block_tables[stale, :width].reshape(-1))
+            self.block_table_rows[:, :width].index_copy_(0, rows.long(), tables.view(len(stale), width))
         self._stale_rows.clear()
 
     def _add(self, request: ScheduledRequest) -> int:

@@ -58,6 +58,7 @@ def test_a_small_cache_evicts_and_ends_requests_early(tmp_path):
         ('{"prompt_token_ids": []}', "at least one token"),
         ('{"prompt_token_ids": ["a"]}', "32-bit integers"),
         ('{"prompt_token_ids": [5000000000]}', "32-bit integers"),
+        ('{"prompt_token_ids": [5, -3, 4]}', "tokens are not negative: -3"),
         ('{"input_length": 20, "output_length": 1, "hash_ids": [1]}', "too few for input_length=20"),
         ("", "no request"),
     ],

@@ -2,6 +2,7 @@
 
 import types
 from array import array
+from enum import IntEnum
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from pico_vllm.errors import RequestError
 from pico_vllm.kernels.philox import derive_seed
 from tiny_models import byte_tokenizer
 
+Token = IntEnum("Token", {"COMMA": 4})
 VOCAB_SIZE = 300
 LIMITS = EngineLimits(max_model_len=64, max_request_tokens=49, num_blocks=3, block_size=16)
 MODEL = types.SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(1,))
@@ -50,6 +52,8 @@ def test_any_sequence_of_ids_is_a_prompt(prompt):
         ([5, -1, 300], "token id -1 is outside the vocabulary: ids go from 0 to 299"),
         ([5, 300, 7], "token id 300 is outside the vocabulary: ids go from 0 to 299"),
         ([2**70], f"token id {2**70} is outside the vocabulary: ids go from 0 to 299"),
+        ([10**5000], "token id of 16610 bits is outside the vocabulary: ids go from 0 to 299"),
+        ([Token.COMMA, 9999], "token id 9999 is outside the vocabulary: ids go from 0 to 299"),
         ([5, True], "token id True is a bool, not an int"),
         ([5.0, 6], "token id 5.0 is a float, not an int"),
         ([-1, "5"], "token id '5' is a str, not an int"),

@@ -9,6 +9,7 @@ import torch
 from pico_vllm import SamplingParams
 from pico_vllm.kernels.backend import CPU
 from pico_vllm.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from pico_vllm.worker import input_builder
 from pico_vllm.worker.input_builder import InputBuilder
 
 BLOCK_SIZE = 4
@@ -237,7 +238,10 @@ def test_decodes_of_a_mixed_step_bring_their_new_blocks_and_prompts_find_theirs_
     assert batch.block_tables.tolist() == [[7, 3]]
 
 
-def test_rows_that_are_brought_up_to_date_leave_all_others_as_they_are():
+@pytest.mark.parametrize("few_rows", [0, 1])
+def test_rows_that_are_brought_up_to_date_leave_all_others_as_they_are(few_rows, monkeypatch):
+    """By a copy each, and all at once."""
+    monkeypatch.setattr(input_builder, "_FEW_ROWS", few_rows)
     builder = make_builder()
     builder.build(step(new("a", range(2, 19), [0, 1, 2, 3, 4]), new("b", [21], [9])))
     builder.lay_out_mixed(step(new("c", [31, 32], [8])), 0)
