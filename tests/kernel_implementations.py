@@ -38,6 +38,11 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS_TRITON = IS_INTERPRETED or TRITON_DEVICE == "cuda"
 
+#: Kernels in Gluon are for Hopper's tensor cores and copies; they run compiled there, and nowhere else.
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Implementation:

@@ -13,6 +13,7 @@ from kernel_implementations import (
     REFERENCE_ATTENTION,
     assert_bitwise,
     assert_near_oracle,
+    needs_hopper,
     uninitialised_memory_is_nan,
 )
 from kernel_launches import Launches, fresh
@@ -121,11 +122,6 @@ def test_where_it_cannot_be_imported_the_other_kernel_does_everything(monkeypatc
 
 
 # -------------------------------------------------------------------------------------------------- what it computes
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90"
-)
-
-
 @pytest.fixture
 def hopper_only(monkeypatch):
     """The other kernel would be an error."""

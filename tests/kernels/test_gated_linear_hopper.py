@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernel_cases import NAN
-from kernel_implementations import assert_bitwise, assert_near_oracle
+from kernel_implementations import assert_bitwise, assert_near_oracle, needs_hopper
 from kernel_launches import Launches, fresh
 from linear_cases import Case, before_nan, build
 
@@ -149,11 +149,6 @@ def test_a_weight_is_described_once_and_tokens_and_results_anew(launches):
 
 
 # -------------------------------------------------------------------------------------------------- what it computes
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90"
-)
-
-
 def build_on_gpu(num_tokens, in_features, out_features, dtype=BF16, has_bias=False) -> Case:
     return build(num_tokens, in_features, 2 * out_features, dtype=dtype, device="cuda", has_bias=has_bias)
 

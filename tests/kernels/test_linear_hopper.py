@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernel_cases import NAN
-from kernel_implementations import assert_bitwise, assert_near_oracle
+from kernel_implementations import assert_bitwise, assert_near_oracle, needs_hopper
 from kernel_launches import Launches, fresh
 from linear_cases import OPS, Case, added_up, before_nan, build, exact_sums
 from linear_shapes import MODELS
@@ -245,9 +245,6 @@ def test_a_launch_keeps_neither_weight_nor_tokens_alive(kernels):
 
 
 # -------------------------------------------------------------------------------------------------- what it computes
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90"
-)
 HALVES = (torch.bfloat16, torch.float16)
 SHAPES = [
     pytest.param(kind, config, id=f"{kind.name}-{config.block_m}x{config.block_n}x{config.block_k}")

@@ -16,7 +16,7 @@ it. Ctrl-C is neither: while a step runs on the main thread it waits, and Keyboa
 
 from __future__ import annotations
 
-import _signal  # pyright: ignore[reportMissingImports]
+import _signal  # pyright: ignore[reportMissingImports] (it has no stub)
 import logging
 import signal
 import threading

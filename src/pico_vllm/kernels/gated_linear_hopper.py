@@ -227,7 +227,7 @@ def _consume(
             acc, i = _multiply(w_tiles, x_tiles, full, empty, i, STEPS, CONSUMER)
         result = _gate(acc, bias, out_features, first_output, dtype, HAS_BIAS)
         _store(result, results.index(CONSUMER), result_boxes, y, first_output, first_token, CONSUMER)
-    if BLOCK_M == _BLOCK_M:  # noqa: SIM102
+    if BLOCK_M == _BLOCK_M:  # noqa: SIM102 (as in _produce)
         if program < num_halves:
             half, i = _multiply(w_tiles, x_boxes, full, empty, i, STEPS, CONSUMER)
             token_tile, output_tile = _find_tile(num_tiles + program // 2, num_token_tiles, num_output_tiles)

@@ -226,6 +226,7 @@ class GatedTiles:
     num_halves: int
 
 
+@functools.cache
 def divide_gated(num_rows: int, out_features: int, num_sms: int) -> GatedTiles:
     """Wide tiles where one wave of them holds all. Otherwise the last tiles are halved where half of the SMs or more
     would have none of them.

@@ -3,8 +3,8 @@
 The scheduler sends only what is new; what a request has accumulated (block table, sampling parameters, last sampled id)
 stays in its row. Host arithmetic is vectorised numpy; of an eager step one packed int32 copy reaches the device (a
 captured one has its own, see ``cuda_graph``, and one of each new block table), and two of sampling parameters where
-rows are not greedy. A step is built while the one before it runs, and nothing here waits for
-that one. Only this class writes the rows.
+rows are not greedy. A step is built while the one before it runs, and nothing here waits for that one. Only this class
+writes the rows.
 """
 
 from __future__ import annotations
