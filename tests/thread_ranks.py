@@ -19,14 +19,32 @@ class ThreadCommunicator:
 
     def __init__(self, shard: Shard, slots: list[Any], barrier: threading.Barrier) -> None:
         self.shard = shard
+        self.symmetric = None
         self._slots, self._barrier = slots, barrier
-        self.num_calls = 0
+        self.num_calls = self.num_under_way = self.most_under_way = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         total = sum(self._exchange(tensor)[1:], start=self._slots[0].clone())
         self._barrier.wait()
         tensor.copy_(total)
         self._barrier.wait()
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Nothing happens before the end, and until then the tensor is spoilt: nobody may look at it."""
+        kept = tensor.clone()
+        tensor.fill_(float("nan"))
+        self.num_under_way += 1
+        self.most_under_way = max(self.most_under_way, self.num_under_way)
+
+        def wait() -> None:
+            self.num_under_way -= 1
+            tensor.copy_(kept)
+            self.all_reduce(tensor)
+
+        return wait
+
+    def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+        pass
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(torch.stack(self._exchange(tensor)))

@@ -340,6 +340,7 @@ def verify(
         revision=revision,
         dtype=dtype.value,
         tensor_parallel_size=tp,
+        enforce_eager=tp > 1,  # this rank's ops are recorded and so not replayed, and nor may the others' be
         backend=backend.value,
         device=device,
         block_size=block_size,

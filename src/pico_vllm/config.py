@@ -441,12 +441,20 @@ class ParallelConfig:
     Attributes:
         tensor_parallel_size: ranks, each with a share of every layer and a process of its own. Must divide the numbers
             of heads, of intermediate features and of tokens of the vocabulary. Under torchrun it is WORLD_SIZE, or 1.
+        async_tensor_parallel: many tokens are computed in two parts, and one is summed over the ranks while the other
+            computes; False = one after the other; None = on GPUs. With one rank it means nothing.
     """
 
     tensor_parallel_size: int = 1
+    async_tensor_parallel: bool | None = None
 
     def __post_init__(self) -> None:
         _check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1, high=MAX_RANKS)
+        _check_bool("async_tensor_parallel", self.async_tensor_parallel, optional=True)
+
+    def overlaps(self, *, on_gpu: bool) -> bool:
+        """Whether sums over the ranks run beside the computation of other tokens."""
+        return on_gpu if self.async_tensor_parallel is None else self.async_tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)

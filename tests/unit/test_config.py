@@ -486,6 +486,7 @@ BAD_OPTIONS = {
     "max_model_len": [0, -1, 1, 2.0, True, "2", 2**31],
     "enable_chunked_prefill": [1, "no", None],
     "async_scheduling": [1, 0, "no"],
+    "async_tensor_parallel": [1, 0, "yes"],
     "tensor_parallel_size": [0, -1, 1.0, True, "1", None, 1025],
     "skip_tokenizer_init": [1, "no", None],
     "engine_core_process": [1, "no", None],
@@ -517,6 +518,7 @@ GOOD_OPTIONS = {
     "target_itl_ms": [None, 0, 0.0, 1e-9, 5, 7.5, 1_000_000],
     "max_model_len": [None, 2, 2**31 - 1],
     "async_scheduling": [None, True, False],
+    "async_tensor_parallel": [None, True, False],
     "dtype": ["auto", "bfloat16", "float16", "float32"],
     "load_format": ["auto", "dummy"],
     "backend": ["auto", "cpu", "reference"],
@@ -530,7 +532,7 @@ GOOD_OPTIONS = {
 )
 def test_an_option_at_its_bound_is_kept(name, value):
     config = EngineConfig.from_options(**{name: value})
-    holder = next(part for part in (config, config.cache, config.scheduler) if hasattr(part, name))
+    holder = next(part for part in (config, config.cache, config.scheduler, config.parallel) if hasattr(part, name))
     assert getattr(holder, name) == value
 
 

@@ -2,11 +2,12 @@
 
 Each holds a process group of its own, made of a store that the ranks share; torch's global process group is left to the
 application, and several engines in one process don't meet. A communicator knows no layers. Which one a device gets is
-decided in ``connect`` alone: another (our own all-reduce over symmetric memory) is one more class here.
+decided in ``connect`` alone.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,9 +17,11 @@ import torch.distributed
 from pico_vllm.distributed.sharding import Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
+
+    from pico_vllm.distributed.symmetric_memory import SymmetricMemory
 
 _c10d: Any = torch.distributed  # the type stubs lack most of its classes' methods
 
@@ -46,6 +49,20 @@ class Communicator(Protocol):
         """Replace a contiguous tensor by its sum over the ranks, of the same bits on all of them."""
         ...
 
+    #: What sums by our own kernels, after ``reserve``; None = there is none here.
+    symmetric: SymmetricMemory | None
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin an ``all_reduce``, which has ended when the returned function has: leave the tensor alone until then.
+
+        Others may be begun meanwhile, by all ranks in the same order.
+        """
+        ...
+
+    def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+        """Make room for sums of [num_tokens, hidden_size]; once, on all ranks."""
+        ...
+
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """Every rank's tensor, in the order of ranks, into ``out`` [size, *tensor.shape]; both contiguous."""
         ...
@@ -70,31 +87,39 @@ class GlooCommunicator:
 
     def __init__(self, store: Store, shard: Shard, *, addresses: Sequence[str] = ()) -> None:
         self.shard = shard
+        self.symmetric: SymmetricMemory | None = None
         options = _c10d.ProcessGroupGloo._Options()
         options._timeout = TIMEOUT
         make, default = _c10d.ProcessGroupGloo.create_device, _c10d.ProcessGroupGloo.create_default_device
         options._devices = [make(hostname=address) for address in addresses] or [default()]
-        try:
+        with _lost_if_it_fails():
             self._group = _c10d.ProcessGroupGloo(store, shard.rank, shard.size, options)
-        except RuntimeError as error:
-            raise RankLostError(str(error)) from error
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum; of 16-bit tensors in fp32 and rounded once, since nothing here is short of bandwidth."""
+        self.start_all_reduce(tensor)()
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """A thread of gloo's does it."""
         wide = tensor.float()  # itself, where it is fp32
-        try:
-            self._group.allreduce([wide]).wait()
-        except RuntimeError as error:
-            raise RankLostError(str(error)) from error
-        if wide is not tensor:
-            tensor.copy_(wide)
+        with _lost_if_it_fails():
+            work = self._group.allreduce([wide])
+
+        def wait() -> None:
+            with _lost_if_it_fails():
+                work.wait()
+            if wide is not tensor:
+                tensor.copy_(wide)
+
+        return wait
+
+    def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+        """gloo has room of its own."""
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """All of them."""
-        try:
+        with _lost_if_it_fails():
             self._group._allgather_base(out.view(-1), tensor.view(-1)).wait()
-        except RuntimeError as error:
-            raise RankLostError(str(error)) from error
 
     def largest(self, value: float) -> float:
         """Gathered as fp64, in which numbers of blocks are exact."""
@@ -110,7 +135,8 @@ class GlooCommunicator:
 class NcclCommunicator:
     """NCCL, for tensors on GPUs; capturable. What is decided on the host goes over gloo beside it.
 
-    Has not been run yet: it was written on a machine without GPUs.
+    Where all GPUs are of one host and reach each other's memory, steps are summed by our own kernels (``symmetric``);
+    NCCL has the rest.
 
     Args:
         store: that all ranks share.
@@ -121,26 +147,44 @@ class NcclCommunicator:
 
     def __init__(self, store: Store, shard: Shard, device: torch.device, host: GlooCommunicator) -> None:
         self.shard = shard
-        self._host = host
+        self.symmetric: SymmetricMemory | None = None
+        self._store, self._device, self._host = store, device, host
         options = _c10d.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
-        self._group = _c10d.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+        self._group = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("nccl", store), shard.rank, shard.size, options)
         self.all_reduce(torch.zeros(1, device=device))  # connects: nothing may be set up while a graph is captured
         torch.cuda.synchronize(device)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum, in the tensor's dtype; the stream waits for it, the host does not."""
-        try:
+        with _lost_if_it_fails():
             self._group.allreduce([tensor]).wait()
-        except RuntimeError as error:
-            raise RankLostError(str(error)) from error
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """On NCCL's own stream, which waits for this one now; this one waits for it at the end."""
+        with _lost_if_it_fails():
+            return self._group.allreduce([tensor]).wait
+
+    def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+        """Symmetric memory, if every rank can have it."""
+        from pico_vllm.distributed.symmetric_memory import SymmetricMemory, can_reach_peers
+
+        if self._host.largest(0.0 if can_reach_peers(self._store, self.shard, self._device) else 1.0) > 0:
+            return
+        self.symmetric = SymmetricMemory(
+            self._store,
+            self.shard,
+            self._device,
+            max_tokens=num_tokens,
+            hidden_size=hidden_size,
+            dtype=dtype,
+            barrier=lambda: self._host.largest(0.0),
+        )
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """All of them; the stream waits for it, the host does not."""
-        try:
+        with _lost_if_it_fails():
             self._group._allgather_base(out.view(-1), tensor.view(-1)).wait()
-        except RuntimeError as error:
-            raise RankLostError(str(error)) from error
 
     def largest(self, value: float) -> float:
         """Of the hosts."""
@@ -148,8 +192,18 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         """End the kernels that wait for a lost rank, then close the hosts' connections."""
+        if self.symmetric is not None:
+            self.symmetric.abort()
         self._group.abort()
         self._host.abort()
+
+
+@contextmanager
+def _lost_if_it_fails() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(str(error)) from error
 
 
 def connect(store: Store, shard: Shard, device: torch.device, *, addresses: Sequence[str] = ()) -> Communicator:
@@ -167,4 +221,4 @@ def connect(store: Store, shard: Shard, device: torch.device, *, addresses: Sequ
     host = GlooCommunicator(_c10d.PrefixStore("gloo", store), shard, addresses=addresses)
     if device.type == "cpu":
         return host
-    return NcclCommunicator(_c10d.PrefixStore("nccl", store), shard, device, host)
+    return NcclCommunicator(store, shard, device, host)

@@ -11,6 +11,7 @@ after the feed-forward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pico_vllm.distributed.sharding import Shard
@@ -19,8 +20,17 @@ if TYPE_CHECKING:
     import torch
 
     from pico_vllm.distributed.communicator import Communicator
+    from pico_vllm.distributed.symmetric_memory import SymmetricMemory
     from pico_vllm.kernels.backend import KernelBackend
     from pico_vllm.kernels.linear import LinearWeight
+
+
+#: Tokens of a step from which on it is cut in two; the first part has a multiple of so many.
+MIN_OVERLAPPED_TOKENS = 1024
+TILE_UNIT = 128
+
+#: A sum that is under way: gives (normalised, new residual) of ``reduce_add_rms_norm`` when it is called, once.
+Pending = Callable[[], "tuple[torch.Tensor, torch.Tensor]"]
 
 
 class TensorParallelGroup(Protocol):
@@ -41,9 +51,24 @@ class TensorParallelGroup(Protocol):
     #: (``partial_linear``). ``partial`` and ``residual`` may be overwritten.
     reduce_add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 
+    #: The same in two parts: between this and the call of what it returns, other work runs while the ranks exchange
+    #: their parts.
+    start_reduce_add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Pending]
+
     #: (hidden [num_rows, hidden_size], weight of [vocab_size / size, hidden_size], out) → [num_rows, vocab_size] of
     #: this rank's tokens and all others; into ``out``, if it is there.
     logits: Callable[[torch.Tensor, LinearWeight, torch.Tensor | None], torch.Tensor]
+
+    #: Whether steps are cut into tiles of tokens, so that sums of one can hide behind products of another.
+    overlaps: bool
+
+    def tiles(self, num_tokens: int) -> list[slice]:
+        """Which tiles; one, of all tokens, where that is faster."""
+        ...
+
+    def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+        """Make room for the sums of steps of so many tokens at most; once, before any of them, on all ranks."""
+        ...
 
     def largest(self, value: float) -> float:
         """The largest of the ranks' numbers: what all go by when each has measured its own."""
@@ -55,9 +80,21 @@ class SingleRank:
 
     def __init__(self, backend: KernelBackend) -> None:
         self.shard = Shard()
+        self.overlaps = False
         self.embed: Callable[..., Any] = backend.embedding
         self.reduce_add_rms_norm: Callable[..., Any] = backend.add_rms_norm
         self.logits: Callable[..., Any] = backend.linear
+
+    def start_reduce_add_rms_norm(self, *args: Any) -> Pending:
+        """Nothing is under way: all of it is done at the end."""
+        return partial(self.reduce_add_rms_norm, *args)
+
+    def tiles(self, num_tokens: int) -> list[slice]:
+        """One: there is nothing to hide."""
+        return [slice(0, num_tokens)]
+
+    def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+        """No sums."""
 
     def largest(self, value: float) -> float:
         """The number itself."""
@@ -71,10 +108,12 @@ class MultiRank:
     them, so what is computed from these alone (norms, samples) is too.
     """
 
-    def __init__(self, backend: KernelBackend, *, communicator: Communicator) -> None:
+    def __init__(self, backend: KernelBackend, *, communicator: Communicator, overlaps: bool) -> None:
         self.shard = communicator.shard
         self._backend = backend
         self._communicator = communicator
+        self.overlaps = overlaps
+        self._has_triton = backend.name == "triton"
 
     def embed(self, input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Look up this rank's tokens, 0 for the others', and sum over the ranks: of one term each, so it is exact."""
@@ -83,18 +122,57 @@ class MultiRank:
         is_elsewhere = (rows < 0) | (rows >= num_rows)
         vectors = self._backend.embedding(rows.clamp(0, num_rows - 1), weight)
         vectors.masked_fill_(is_elsewhere[:, None], 0)
+        symmetric = self._symmetric_for(vectors)
+        if symmetric is not None:
+            return symmetric.all_reduce(vectors)
         self._communicator.all_reduce(vectors)
         return vectors
 
     def reduce_add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-reduce, then the fused add and norm. Partial sums of splits are summed before, and rounded once."""
-        if partial.dim() == 3:
-            partial = partial.sum(dim=0).to(residual.dtype)
-        self._communicator.all_reduce(partial)
+        """All-reduce, then the fused add and norm, or all in one kernel.
+
+        Partial sums of splits are summed before, and rounded once.
+        """
+        symmetric = self._symmetric_for(residual)
+        if symmetric is not None and self._has_triton:
+            return symmetric.reduce_add_rms_norm(partial, residual, weight, eps)
+        partial = _whole(partial, residual.dtype)
+        if symmetric is None:
+            self._communicator.all_reduce(partial)
+        else:
+            partial = symmetric.all_reduce(partial)
         normalised, summed = self._backend.add_rms_norm(partial, residual, weight, eps)
         return normalised, summed
+
+    def start_reduce_add_rms_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> Pending:
+        """Begin to exchange; add and norm come with the last of it."""
+        partial = _whole(partial, residual.dtype)
+        symmetric = self._symmetric_for(residual)
+        if symmetric is not None and self._has_triton:
+            return symmetric.start_reduce_add_rms_norm(partial, residual, weight, eps)
+        start = self._start_all_reduce if symmetric is None else symmetric.start_all_reduce
+        finish_sum = start(partial)
+
+        def finish() -> tuple[torch.Tensor, torch.Tensor]:
+            normalised, summed = self._backend.add_rms_norm(finish_sum(), residual, weight, eps)
+            return normalised, summed
+
+        return finish
+
+    def tiles(self, num_tokens: int) -> list[slice]:
+        """Two, the first of whole tiles of the products' kernels, where there are enough tokens to pay for it."""
+        if not self.overlaps or num_tokens < MIN_OVERLAPPED_TOKENS:
+            return [slice(0, num_tokens)]
+        half = -(-num_tokens // (2 * TILE_UNIT)) * TILE_UNIT
+        return [slice(0, half), slice(half, num_tokens)]
+
+    def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+        """Symmetric memory, where the communicator has any."""
+        self._communicator.reserve(num_tokens, hidden_size, dtype)
 
     def logits(self, hidden: torch.Tensor, weight: LinearWeight, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of this rank's tokens, then an all-gather: every rank has all of them, and samples by itself."""
@@ -111,3 +189,21 @@ class MultiRank:
     def largest(self, value: float) -> float:
         """Ask the others."""
         return self._communicator.largest(value)
+
+    def _symmetric_for(self, residual: torch.Tensor) -> SymmetricMemory | None:
+        """What sums so many tokens; the same on all ranks, whatever a rank's ops are (one may record them)."""
+        symmetric = self._communicator.symmetric
+        return symmetric if symmetric is not None and symmetric.takes(len(residual)) else None
+
+    def _start_all_reduce(self, partial: torch.Tensor) -> Callable[[], torch.Tensor]:
+        wait = self._communicator.start_all_reduce(partial)
+
+        def finish() -> torch.Tensor:
+            wait()
+            return partial
+
+        return finish
+
+
+def _whole(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return partial if partial.dim() == 2 else partial.sum(dim=0).to(dtype)

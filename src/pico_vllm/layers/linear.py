@@ -18,9 +18,9 @@ class Linear:
         self.weight = weight
         self._linear = backend.linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, in_features] → [num_tokens, out_features]."""
-        y: torch.Tensor = self._linear(x, self.weight)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[num_tokens, in_features] → [num_tokens, out_features]; into ``out``, if it is there."""
+        y: torch.Tensor = self._linear(x, self.weight) if out is None else self._linear(x, self.weight, out)
         return y
 
 

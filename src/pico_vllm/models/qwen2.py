@@ -180,22 +180,7 @@ class Qwen2ForCausalLM:
 
     def hidden_rows(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
         """``__call__`` without the lm_head: [num_rows, hidden_size], normalised, of the wanted tokens."""
-        kv_shape = KVCacheShape(num_kv_heads=self.config.num_key_value_heads, block_size=kv_caches[0].shape[3])
-        metadata = self._backend.prepare_attention(
-            AttentionInputs(
-                slot_mapping=batch.slot_mapping,
-                block_tables=batch.block_tables,
-                query_start_loc=batch.query_start_loc,
-                seq_lens=batch.seq_lens,
-                num_decode_reqs=batch.num_decode_reqs,
-                max_query_len=batch.max_query_len,
-                max_seq_len=batch.max_seq_len,
-                prefill_seq_len=batch.prefill_seq_len,
-                decodes_only=batch.decodes_only,
-                decode_order=batch.decode_order,
-            ),
-            kv_shape,
-        )
+        metadata, wanted_metadata = self.attention_metadata(batch, kv_caches)
         cos_sin = self.rotary_emb(batch.positions)
         residual = self.embed_tokens(batch.input_ids)
         x = self.layers[0].input_layernorm(residual)
@@ -203,10 +188,28 @@ class Qwen2ForCausalLM:
             partial, residual = layer(x, residual, cos_sin, kv_cache, metadata)
             x, residual = next_layer.input_layernorm.add(partial, residual)
         # Of the last layer nobody reads a row that isn't wanted, but for its K and V: 1/28 of a prompt.
-        wanted = batch.logits_indices, self._metadata_of_wanted(batch, kv_shape)
+        wanted = batch.logits_indices, wanted_metadata
         partial, residual = self.layers[-1](x, residual, cos_sin, kv_caches[-1], metadata, *wanted)
         x, _ = self.norm.add(partial, residual)
         return x
+
+    def attention_metadata(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """Of the backend for a step: of all its tokens, and of the wanted ones alone if those are few (else None)."""
+        kv_shape = KVCacheShape(num_kv_heads=self.config.num_key_value_heads, block_size=kv_caches[0].shape[3])
+        inputs = AttentionInputs(
+            slot_mapping=batch.slot_mapping,
+            block_tables=batch.block_tables,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            num_decode_reqs=batch.num_decode_reqs,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            prefill_seq_len=batch.prefill_seq_len,
+            decodes_only=batch.decodes_only,
+            decode_order=batch.decode_order,
+        )
+        metadata = self._backend.prepare_attention(inputs, kv_shape)
+        return metadata, self._metadata_of_wanted(batch, kv_shape)
 
     def _metadata_of_wanted(self, batch: ForwardBatch, kv_shape: KVCacheShape) -> Any:
         """Metadata under which each wanted token is a decode that ends at its own position; None if they are many."""

@@ -36,6 +36,7 @@ from pico_vllm.kernels.decode_inputs import DecodeInputs
 from pico_vllm.worker.mixed_inputs import MixedInputs, MixedSize, longest_first, pack_mixed, packed_length
 
 if TYPE_CHECKING:
+    from pico_vllm.models.overlapped import OverlappedModel
     from pico_vllm.models.qwen2 import Qwen2ForCausalLM
     from pico_vllm.scheduler_output import SchedulerOutput
     from pico_vllm.worker.host_ring import HostRing
@@ -151,7 +152,7 @@ class CudaGraphRunner:
 
     def __init__(
         self,
-        model: Qwen2ForCausalLM,
+        model: Qwen2ForCausalLM | OverlappedModel,
         kv_caches: Sequence[torch.Tensor],
         *,
         block_table_rows: torch.Tensor,
@@ -410,7 +411,8 @@ class Capturing:
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which empties the allocator's cache before each capture.
         with no_garbage_collection(), torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+            # Another thread's calls (NCCL's watchdog looks at events) are none of the capture's business.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 results = run()
             finally:

@@ -160,6 +160,7 @@ def _build(channel: RankChannel, build: Build, launched: _Launched | None, at_en
     else:
         communicator = connect(launched.store, shard, device)
     at_end.callback(communicator.abort)
+    overlaps = config.parallel.overlaps(on_gpu=device.type == "cuda")
     with no_garbage_collection():
         return ModelRunner(
             config,
@@ -167,7 +168,7 @@ def _build(channel: RankChannel, build: Build, launched: _Launched | None, at_en
             source,
             max_model_len=build.max_model_len,
             device=device,
-            new_group=partial(MultiRank, communicator=communicator),
+            new_group=partial(MultiRank, communicator=communicator, overlaps=overlaps),
         )
 
 

@@ -21,6 +21,7 @@ from pico_vllm.config import MIN_COMPUTE_CAPABILITY, triton_is_interpreted
 from pico_vllm.distributed.tensor_parallel import SingleRank
 from pico_vllm.errors import ConfigError, DeviceOutOfMemoryError
 from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
+from pico_vllm.models.overlapped import OverlappedModel
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import ParameterPlace, dummy_parameters, load_parameters
 from pico_vllm.scheduler_output import ModelRunnerOutput
@@ -103,6 +104,7 @@ class ModelRunner:
         self.max_num_batched_tokens = config.scheduler.token_bound(
             max_model_len, fast_prompts=on_gpu and backend.name == "triton"
         )
+        self.group.reserve(self.max_num_batched_tokens, model_config.hidden_size, self.dtype)
         with self._timed("weights"):
             self.parameters = self._load_parameters(config, source, backend, progress)
             self.set_backend(backend)
@@ -188,13 +190,11 @@ class ModelRunner:
         What the prefix cache keeps was computed by the ops before: reset it where the new ones compute something else.
         """
         self.backend = backend
-        self._model = model_class(self.model_config.architecture)(
-            self._rank_config,
-            self.parameters,
-            max_model_len=self._max_model_len,
-            backend=backend,
-            group=self._new_group(backend),
+        group = self._new_group(backend)
+        model = model_class(self.model_config.architecture)(
+            self._rank_config, self.parameters, max_model_len=self._max_model_len, backend=backend, group=group
         )
+        self._model = OverlappedModel(model, group) if group.overlaps else model
         self._sampler = Sampler(backend)
 
     def reset(self) -> None:

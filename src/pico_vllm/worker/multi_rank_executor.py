@@ -106,6 +106,7 @@ class MultiRankExecutor:
                 partial(connect, met.store, shard, device, addresses=met.addresses)
             )
             self._followers.abort_with(communicator.abort)
+            overlaps = config.parallel.overlaps(on_gpu=device.type == "cuda")
             with no_garbage_collection():  # what is made here stays: looking through it again and again frees nothing
                 self.runner = ModelRunner(
                     config,
@@ -114,7 +115,7 @@ class MultiRankExecutor:
                     max_model_len=max_model_len,
                     progress=progress,
                     device=device,
-                    new_group=partial(MultiRank, communicator=communicator),
+                    new_group=partial(MultiRank, communicator=communicator, overlaps=overlaps),
                 )
             self._followers.wait_for(Ready)
         except RankLostError as error:

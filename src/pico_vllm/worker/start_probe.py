@@ -25,6 +25,7 @@ from pico_vllm.worker.sampler import PROMPT_LOGPROBS_ROWS, Sampler
 if TYPE_CHECKING:
     from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
     from pico_vllm.kernels.backend import KernelBackend
+    from pico_vllm.models.overlapped import OverlappedModel
     from pico_vllm.models.qwen2 import Qwen2ForCausalLM
     from pico_vllm.worker.cuda_graph import CudaGraphRunner, Recorder, Tensors
     from pico_vllm.worker.input_builder import InputBuilder
@@ -55,7 +56,7 @@ class StartProbe:
         device: that computes.
     """
 
-    model: Qwen2ForCausalLM
+    model: Qwen2ForCausalLM | OverlappedModel
     backend: KernelBackend
     group: TensorParallelGroup
     max_num_seqs: int

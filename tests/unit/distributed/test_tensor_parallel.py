@@ -7,6 +7,7 @@ import torch
 
 import tiny_models
 from pico_vllm.config import ModelConfig
+from pico_vllm.distributed import tensor_parallel
 from pico_vllm.distributed.sharding import Shard
 from pico_vllm.distributed.tensor_parallel import MultiRank, SingleRank
 from pico_vllm.forward_batch import ForwardBatch
@@ -14,6 +15,7 @@ from pico_vllm.kernels.backend import CPU, REFERENCE
 from pico_vllm.layers.embedding import LMHead, VocabEmbedding
 from pico_vllm.layers.linear import GatedLinear, Linear, PartialLinear
 from pico_vllm.layers.norm import RMSNorm
+from pico_vllm.models.overlapped import OverlappedModel
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import LinearSpec, ParameterPlace, TensorSpec, dummy_parameters, load_parameters
 from thread_ranks import on_each_rank
@@ -53,7 +55,7 @@ def on_ranks(size, specs, tensors, backend, run):
 
     def one(communicator):
         parameters = load_parameters(specs, Tensors(tensors), place(backend, communicator.shard))
-        return run(parameters, MultiRank(backend, communicator=communicator))
+        return run(parameters, MultiRank(backend, communicator=communicator, overlaps=False))
 
     return on_each_rank(size, one)
 
@@ -138,7 +140,7 @@ def test_the_embedding_is_exact_on_every_rank(backend, size, dtype):
     def run(communicator):
         parameters = load_parameters([spec], Tensors({"e": table}), place(backend, communicator.shard, dtype))
         assert len(parameters["embed"]) == 48 // size
-        return VocabEmbedding(parameters["embed"], MultiRank(backend, communicator=communicator))(ids)
+        return VocabEmbedding(parameters["embed"], MultiRank(backend, communicator=communicator, overlaps=False))(ids)
 
     for result in on_each_rank(size, run):
         assert torch.equal(result, table[ids.long()])
@@ -263,12 +265,47 @@ def test_a_model_on_several_ranks_computes_what_it_does_on_one(name):
             Shard(0, size).model_config(config)
         except ValueError:
             continue
-        results = on_each_rank(size, lambda communicator: run(MultiRank(CPU, communicator=communicator)))
+        results = on_each_rank(
+            size, lambda communicator: run(MultiRank(CPU, communicator=communicator, overlaps=False))
+        )
         for result in results:
             torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
             assert torch.equal(result, results[0])
         num_compared += 1
     assert num_compared or name == "qwen2-gqa3-d128-untied"  # three heads, and 160 features
+
+
+@pytest.mark.parametrize(("lens", "boundary"), [([17, 5], 12), ([1, 23], 12), ([9], 8), ([7], None)])
+@pytest.mark.parametrize("name", ["llama-biases-llama3-rope", "qwen3-gqa2-d128-untied"])
+def test_a_model_in_tiles_computes_what_it_does_whole(monkeypatch, name, lens, boundary):
+    """Sums under way overlap, and what is summed late is what is added; too few tokens have one tile."""
+    monkeypatch.setattr(tensor_parallel, "MIN_OVERLAPPED_TOKENS", 8)
+    monkeypatch.setattr(tensor_parallel, "TILE_UNIT", 4)
+    tiny = tiny_models.MODELS[name]
+    config = ModelConfig.from_hf_config(tiny_models.hf_config(tiny).to_dict() | {"architectures": [tiny.model_class]})
+    specs = model_class(config.architecture).parameter_specs(config)
+    init_lock = threading.Lock()
+    batch = make_batch(lens)
+
+    def run(communicator):
+        outputs = []
+        for overlaps in (False, True):
+            group = MultiRank(CPU, communicator=communicator, overlaps=overlaps)
+            of_rank = group.shard.model_config(config)
+            with init_lock:
+                parameters = dummy_parameters(specs, place(CPU, group.shard))
+                model = model_class(config.architecture)(
+                    of_rank, parameters, max_model_len=64, backend=CPU, group=group
+                )
+            shape = (NUM_BLOCKS, 2, of_rank.num_key_value_heads, BLOCK_SIZE, of_rank.head_dim)
+            caches = [torch.full(shape, float("nan")) for _ in model.layers]
+            outputs.append(OverlappedModel(model, group)(batch, caches))
+        return outputs, communicator.most_under_way, group.tiles(sum(lens))
+
+    for (plain, overlapped), most_under_way, tiles in on_each_rank(2, run):
+        torch.testing.assert_close(overlapped, plain, rtol=0, atol=1e-5)
+        assert most_under_way == (0 if boundary is None else 2)
+        assert [tile.stop for tile in tiles] == ([] if boundary is None else [boundary]) + [sum(lens)]
 
 
 def test_one_rank_is_the_backend_itself():
@@ -278,9 +315,17 @@ def test_one_rank_is_the_backend_itself():
     assert group.reduce_add_rms_norm is CPU.add_rms_norm
     assert group.logits is CPU.linear
     assert group.largest(-3.0) == -3.0
+    assert group.tiles(10_000) == [slice(0, 10_000)] and not group.overlaps
+    group.reserve(10, 8, torch.float32)
+    args = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6
+    pending = group.start_reduce_add_rms_norm(*(args[0].clone(), args[1].clone(), *args[2:]))
+    for ours, expected in zip(pending(), CPU.add_rms_norm(*args), strict=True):
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("value", [0.0, -7.0, 1e-9, float(2**53 - 1)])
 def test_the_largest_number_counts_on_every_rank(value):
-    results = on_each_rank(3, lambda c: MultiRank(CPU, communicator=c).largest(value - c.shard.rank * abs(value)))
+    results = on_each_rank(
+        3, lambda c: MultiRank(CPU, communicator=c, overlaps=False).largest(value - c.shard.rank * abs(value))
+    )
     assert results == [value] * 3

@@ -227,6 +227,26 @@ def test_a_rank_has_its_share_of_the_kv_cache_only(llm, name):
         assert runner.parameters["embed_tokens"].shape[0] == tiny_models.VOCAB_SIZE // runner.group.shard.size
 
 
+def test_a_step_of_many_tokens_in_two_tiles_gives_what_it_gives_whole(checkpoint, monkeypatch):
+    """Six prompts in one step, 1,191 tokens; then decodes, which are too few."""
+    prompts = [[(11 * i + 5 * j) % 290 + 2 for j in range(196 + i)] for i in range(6)]
+    params = [greedy(4, logprobs=1) if i % 2 else SamplingParams(seed=i, max_tokens=4, logprobs=1) for i in range(6)]
+    single = make_llm(checkpoint, max_num_seqs=8).generate(prompts, params)
+    llm = make_llm(checkpoint, max_num_seqs=8, tensor_parallel_size=2, async_tensor_parallel=True)
+    seen = []
+    with watched(llm):
+        group = llm.engine.core.executor.runner._model._group
+        tiles = group.tiles
+        monkeypatch.setattr(group, "tiles", lambda num_tokens: seen.append(tiles(num_tokens)) or seen[-1])
+        outputs = llm.generate(prompts, params)
+        llm.engine.shutdown()
+    same(outputs, single)
+    assert [[tile.stop for tile in step] for step in seen] == [[640, 1191]] + [[6]] * 3
+    for ours, theirs in zip(outputs, single, strict=True):
+        for at, other in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
+            assert all(abs(at[i].logprob - other[i].logprob) < 1e-4 for i in at.keys() & other.keys())
+
+
 # -------------------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(("size", "in_a_process"), [(3, False), (5, False), (8, True)])
 def test_a_size_that_does_not_divide_is_refused_before_any_process_starts(checkpoint, size, in_a_process):
