@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Full steps of prompts that may wait before they come first, unless a target is given.
+BACKLOG_STEPS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -100,7 +103,9 @@ class EngineCore:
             max_num_batched_tokens=self.executor.max_num_batched_tokens,
             max_model_len=max_model_len,
             enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
-            target_itl=_target_itl(config, model_config, self.executor.measured_steps),
+            target_itl=_target_itl(
+                config, model_config, self.executor.measured_steps, self.executor.max_num_batched_tokens
+            ),
         )
         self.structured_output = StructuredOutputManager(
             partial(read_tokenizer_json, config, source),
@@ -357,12 +362,16 @@ class _InterruptWaits:
         self._was_pressed = True
 
 
-def _target_itl(config: EngineConfig, model_config: ModelConfig, measured: MeasuredSteps | None) -> TargetITL | None:
+def _target_itl(
+    config: EngineConfig, model_config: ModelConfig, measured: MeasuredSteps | None, max_num_batched_tokens: int
+) -> TargetITL | None:
     if measured is None:
         return None
     step_time = StepTimeModel.from_measured(measured, attention_ratio(model_config))
     seconds, num_decode_steps = config.scheduler.target_itl()
-    target = TargetITL(seconds, step_time, num_decode_steps, measured.step_sizes)
+    # A target that somebody has chosen is kept whatever waits.
+    max_backlog = None if config.scheduler.target_itl_ms is not None else BACKLOG_STEPS * max_num_batched_tokens
+    target = TargetITL(seconds, step_time, num_decode_steps, measured.step_sizes, max_backlog=max_backlog)
     logger.info(
         "target inter-token latency %.2f ms: a step of one decode takes %.2f ms and leaves a new prompt %d tokens; of "
         "%d decodes %.2f ms and %d tokens",

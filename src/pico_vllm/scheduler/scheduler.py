@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, deque
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pico_vllm.errors import ConfigError, RequestError
@@ -161,7 +162,8 @@ class Scheduler:
         unfinished, or if everything waits for the output of a step in flight.
         """
         self._kv_cache_manager.begin_step()
-        step = _Step(self._max_num_batched_tokens, len(self._decoding), self._target_itl)
+        target_itl = None if self._has_backlog() else self._target_itl
+        step = _Step(self._max_num_batched_tokens, len(self._decoding), target_itl)
         if self._schedule_running(step):
             self._schedule_waiting(step)
         output = SchedulerOutput(
@@ -263,6 +265,18 @@ class Scheduler:
             self._preempt(newest)
             if newest is request:
                 return None
+
+    def _has_backlog(self) -> bool:
+        """Whether so much waits, of what could run, that the target is not kept."""
+        most = None if self._target_itl is None else self._target_itl.max_backlog
+        if most is None:
+            return False
+        num_tokens = 0
+        for request in islice(self._waiting.values(), self._max_num_seqs - len(self._running)):
+            num_tokens += request.num_tokens
+            if num_tokens > most:
+                return True
+        return False
 
     def _schedule_waiting(self, step: _Step) -> None:
         """Admit from the front of the queue; the first that can't be admitted stops everyone behind it."""

@@ -89,6 +89,8 @@ class TargetITL:
         step_time: tells how long a step will take.
         step_sizes: tokens of steps that run without padding, ascending: where prompts are cut, a step ends there.
         min_chunk_tokens: that prompts get anyway.
+        max_backlog: tokens that may wait; while more do, nothing is kept, since all who wait have their first token
+            sooner when prompts come first. None = the target is always kept.
     """
 
     seconds: float
@@ -96,6 +98,7 @@ class TargetITL:
     num_decode_steps: float = 0.0
     step_sizes: tuple[int, ...] = ()
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
+    max_backlog: int | None = None
 
     def allowance(self, num_decodes: int) -> PromptAllowance:
         """What the prompts of a step may add to its decodes."""

@@ -2,12 +2,14 @@
 
 import pytest
 
+from pico_vllm.config import EngineConfig, ModelConfig
+from pico_vllm.engine import engine_core
 from pico_vllm.kv_cache import KVCacheManager
 from pico_vllm.request import Request
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.scheduler import Scheduler
 from pico_vllm.scheduler.step_time import StepTimeModel, TargetITL
-from pico_vllm.scheduler_output import ModelRunnerOutput
+from pico_vllm.scheduler_output import MeasuredSteps, ModelRunnerOutput
 
 ONE_S_A_TOKEN = StepTimeModel(((1, 1.0), (2, 2.0)), seconds_per_token=1.0, attention_ratio=0.0)
 
@@ -50,6 +52,28 @@ def test_beside_decodes_a_prompt_gets_what_they_leave_of_the_target():
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 8}
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 4}
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_while_more_waits_than_the_backlog_allows_prompts_fill_the_step_beside_decodes():
+    """Only what could run counts: of eight sequences one decodes."""
+    target = TargetITL(10.0, ONE_S_A_TOKEN, min_chunk_tokens=1, max_backlog=250)
+    scheduler = make(10)
+    scheduler._target_itl = target
+    add(scheduler, a=5)
+    next_shares(scheduler)
+    add(scheduler, b=90, c=90, d=90)  # 270 wait
+    assert next_shares(scheduler) == {"a": 1, "b": 90, "c": 9}
+    assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 8}  # 90 wait, and 81 of c: the target is kept
+
+
+def test_what_waits_for_a_free_sequence_is_no_backlog():
+    target = TargetITL(10.0, ONE_S_A_TOKEN, min_chunk_tokens=1, max_backlog=250)
+    scheduler = make(10, max_num_seqs=3)
+    scheduler._target_itl = target
+    add(scheduler, a=5)
+    next_shares(scheduler)
+    add(scheduler, b=90, c=90, d=90, e=90)  # b and c could run
+    assert next_shares(scheduler) == {"a": 1, "b": 9}
 
 
 def test_prompts_share_the_allowance_in_order_of_arrival():
@@ -157,3 +181,12 @@ def test_a_step_with_cut_prompts_fills_a_captured_size():
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 14}  # of 18
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 14}
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 2, "d": 5}  # whole prompts are not cut
+
+
+@pytest.mark.parametrize(("options", "max_backlog"), [({}, 400), ({"target_itl_ms": 8}, None)])
+def test_only_the_default_target_gives_way_to_a_backlog(options, max_backlog):
+    """Of four full steps; a target that was asked for is kept."""
+    model = ModelConfig("Qwen2ForCausalLM", 128, 32, 64, 1, 2, 1, 16, 256)
+    measured = MeasuredSteps(decode_s=((1, 0.001),), prompt_tokens=100, prompt_s=0.002)
+    target = engine_core._target_itl(EngineConfig.from_options(model="dir", **options), model, measured, 100)
+    assert target is not None and target.max_backlog == max_backlog
