@@ -4,8 +4,8 @@
 
 µs a sum, each of a graph of 50 with as many distinct inputs as fit, median of 10 replays, the slowest rank. "nccl": the
 sum alone; "nccl_norm": and our kernel for add and norm; "torch_one_shot": torch's kernel over symmetric memory, alone;
-"ours": all of it, and by its number of warps; above ``MAX_FEW_ROWS`` it copies, signals, waits and adds up. "most_apart" is the
-largest difference of a number between ours and nccl_norm.
+"ours": all of it, and by its number of warps; above ``MAX_FEW_ROWS`` it copies, signals, waits and adds up.
+"most_apart": the largest difference between a number of ours and of nccl_norm.
 """
 
 from __future__ import annotations

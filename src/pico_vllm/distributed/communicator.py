@@ -7,6 +7,7 @@ decided in ``connect`` alone.
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -194,8 +195,9 @@ class NcclCommunicator:
         """End the kernels that wait for a lost rank, then close the hosts' connections."""
         if self.symmetric is not None:
             self.symmetric.abort()
-        self._group.abort()
         self._host.abort()
+        # NCCL tells its kernels at once, and then waits for all graphs that hold some of them, as long as those live.
+        threading.Thread(target=self._group.abort, name="nccl-abort", daemon=True).start()
 
 
 @contextmanager

@@ -99,7 +99,7 @@ class SymmetricMemory:
         memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         memory[:copies_at].zero_()
         #: Under which torch knows these ranks.
-        self.group_name = _register(store, shard)
+        self.group_name, self._registered = _register(store, shard)
         self._handle = handle = _SymmetricMemory.rendezvous(memory, self.group_name)
         torch.cuda.synchronize(device)
         barrier()  # nobody writes before everybody's flags are zero
@@ -207,17 +207,51 @@ class SymmetricMemory:
         return sum_add_rms_norm_triton(partial, self._wait(slot), residual, weight, eps, self.shard.rank)
 
 
-def _register(store: Store, shard: Shard) -> str:
+def _register(store: Store, shard: Shard) -> tuple[str, object]:
     """A name, the same on all ranks, under which torch finds them: its global process group is the application's."""
     if shard.rank == 0:
         store.set("symmetric/name", f"pico-vllm-{uuid.uuid4()}")
     name = store.get("symmetric/name").decode()
-    store = _c10d.PrefixStore("symmetric", store)
+    store = RenumberedStore(_c10d.PrefixStore("symmetric", store))
     group = _c10d.ProcessGroup(store, shard.rank, shard.size)
     group._set_group_name(name)
     _c10d.distributed_c10d._register_process_group(name, group)
     _SymmetricMemory.set_group_info(name, shard.rank, shard.size, store)
-    return name
+    return name, (group, store)  # torch refers to both and keeps neither alive
+
+
+class RenumberedStore(_c10d.Store):
+    """A store for torch's symmetric memory, whose exchanges have keys PREFIX/NUMBER/RANK.
+
+    Torch counts exchanges by process. Rank 0's process may have had other engines, and the others' have not: here the
+    first number that is seen is 0, and so on.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store: Any = store
+        self._numbers: dict[str, int] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """As of a store."""
+        self._store.set(self._renumbered(key), value)
+
+    def get(self, key: str) -> bytes:
+        """As of a store; waits."""
+        return self._store.get(self._renumbered(key))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        """As of a store."""
+        self._store.wait([self._renumbered(key) for key in keys], *timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """As of a store."""
+        return [self.get(key) for key in keys]
+
+    def _renumbered(self, key: str) -> str:
+        exchange, _, rank = key.rpartition("/")
+        prefix, _, _ = exchange.rpartition("/")
+        return f"{prefix}/{self._numbers.setdefault(exchange, len(self._numbers))}/{rank}"
 
 
 def _boot_id() -> str:
