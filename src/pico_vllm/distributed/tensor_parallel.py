@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from pico_vllm.kernels.linear import LinearWeight
 
 
-#: Tokens of a step from which on it is cut in two; the first part has a multiple of so many.
-MIN_OVERLAPPED_TOKENS = 1024
-TILE_UNIT = 128
-
 #: A sum that is under way: gives (normalised, new residual) of ``reduce_add_rms_norm`` when it is called, once.
 Pending = Callable[[], "tuple[torch.Tensor, torch.Tensor]"]
 
@@ -59,12 +55,8 @@ class TensorParallelGroup(Protocol):
     #: this rank's tokens and all others; into ``out``, if it is there.
     logits: Callable[[torch.Tensor, LinearWeight, torch.Tensor | None], torch.Tensor]
 
-    #: Whether steps are cut into tiles of tokens, so that sums of one can hide behind products of another.
+    #: Whether sums of some tokens are to hide behind products of others.
     overlaps: bool
-
-    def tiles(self, num_tokens: int) -> list[slice]:
-        """Which tiles; one, of all tokens, where that is faster."""
-        ...
 
     def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
         """Make room for the sums of steps of so many tokens at most; once, before any of them, on all ranks."""
@@ -88,10 +80,6 @@ class SingleRank:
     def start_reduce_add_rms_norm(self, *args: Any) -> Pending:
         """Nothing is under way: all of it is done at the end."""
         return partial(self.reduce_add_rms_norm, *args)
-
-    def tiles(self, num_tokens: int) -> list[slice]:
-        """One: there is nothing to hide."""
-        return [slice(0, num_tokens)]
 
     def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
         """No sums."""
@@ -162,13 +150,6 @@ class MultiRank:
             return normalised, summed
 
         return finish
-
-    def tiles(self, num_tokens: int) -> list[slice]:
-        """Two, the first of whole tiles of the products' kernels, where there are enough tokens to pay for it."""
-        if not self.overlaps or num_tokens < MIN_OVERLAPPED_TOKENS:
-            return [slice(0, num_tokens)]
-        half = -(-num_tokens // (2 * TILE_UNIT)) * TILE_UNIT
-        return [slice(0, half), slice(half, num_tokens)]
 
     def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
         """Symmetric memory, where the communicator has any."""

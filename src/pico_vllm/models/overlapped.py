@@ -6,8 +6,8 @@ tiles; what a tile needs summed is begun, and left alone while the next tile's p
     compute  o A ─ o B ─ mlp A ──── mlp B ──── qkv A ─ qkv B ─ attention of all ─ o A …
     links        sum A ── sum B ──       sum A ── sum B
 
-Every token is computed as in the plain pass, with fewer tokens beside it in a product. Which tiles a step has is the
-group's to say. Chosen by ModelRunner; knows any model whose layers are of Qwen2's kind.
+Every token is computed as in the plain pass, with fewer tokens beside it in a product. Which tiles a step has is
+decided in ``token_tiles``. Chosen by ModelRunner; knows any model whose layers are of Qwen2's kind.
 
 Source: the two halves of a batch that take turns are those of DeepSeek-AI 2024 (DeepSeek-V3, section 3.4).
 """
@@ -19,29 +19,48 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from pico_vllm.models.token_tiles import Product, choose_cut
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pico_vllm.config import ModelConfig
-    from pico_vllm.distributed.tensor_parallel import Pending, TensorParallelGroup
+    from pico_vllm.distributed.tensor_parallel import Pending
     from pico_vllm.forward_batch import ForwardBatch
     from pico_vllm.layers.embedding import LMHead
     from pico_vllm.models.qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 
 
 class OverlappedModel:
-    """A model that runs in the tiles of its group; with one tile it is the model itself.
+    """A model that runs in tiles of tokens; a step for which one is faster is the model's own.
 
     Args:
         model: whose layers run.
-        group: says which tiles a step has, and sums.
+        num_sms: of the device; None = on a CPU.
     """
 
-    def __init__(self, model: Qwen2ForCausalLM, group: TensorParallelGroup) -> None:
+    def __init__(self, model: Qwen2ForCausalLM, num_sms: int | None) -> None:
         self._model = model
-        self._group = group
+        self._num_sms = num_sms
         self.config: ModelConfig = model.config
         self.lm_head: LMHead = model.lm_head
+        layer = model.layers[0]
+        qkv, o, gate_up, down = (
+            product.weight
+            for product in (
+                layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj,
+            )
+        )  # fmt: skip
+        self._products = (
+            *(Product(weight.out_features, weight.in_features) for weight in (qkv, o, down)),
+            Product(gate_up.out_features // 2, gate_up.in_features, is_gated=True),
+        )
+        self._row_bytes = model.embed_tokens.weight[0].nbytes
+
+    def tiles(self, num_tokens: int) -> list[slice]:
+        """Of a step of so many tokens."""
+        cut = choose_cut(num_tokens, self._products, self._row_bytes, self._num_sms)
+        return [slice(0, num_tokens)] if cut is None else [slice(0, cut), slice(cut, num_tokens)]
 
     def __call__(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
         """As of the model."""
@@ -49,7 +68,7 @@ class OverlappedModel:
 
     def hidden_rows(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
         """As of the model: [num_rows, hidden_size], normalised, of the wanted tokens."""
-        tiles = self._group.tiles(len(batch.input_ids))
+        tiles = self.tiles(len(batch.input_ids))
         if len(tiles) == 1:
             return self._model.hidden_rows(batch, kv_caches)
         model = self._model

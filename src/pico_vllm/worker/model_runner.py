@@ -105,6 +105,8 @@ class ModelRunner:
             max_model_len, fast_prompts=on_gpu and backend.name == "triton"
         )
         self.group.reserve(self.max_num_batched_tokens, model_config.hidden_size, self.dtype)
+        #: Of the smallest device: all ranks cut their steps in the same place.
+        self._num_sms = -int(self.group.largest(-_num_sms(self.device))) if on_gpu else None
         with self._timed("weights"):
             self.parameters = self._load_parameters(config, source, backend, progress)
             self.set_backend(backend)
@@ -194,7 +196,7 @@ class ModelRunner:
         model = model_class(self.model_config.architecture)(
             self._rank_config, self.parameters, max_model_len=self._max_model_len, backend=backend, group=group
         )
-        self._model = OverlappedModel(model, group) if group.overlaps else model
+        self._model = OverlappedModel(model, self._num_sms) if group.overlaps else model
         self._sampler = Sampler(backend)
 
     def reset(self) -> None:
@@ -434,6 +436,10 @@ class ModelRunner:
             return dummy_parameters(specs, place, seed=config.seed, progress=progress)
         with source.open_checkpoint() as checkpoint:
             return load_parameters(specs, checkpoint, place, progress=progress)
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _naming_memory_errors(

@@ -7,7 +7,6 @@ import torch
 
 import tiny_models
 from pico_vllm.config import ModelConfig
-from pico_vllm.distributed import tensor_parallel
 from pico_vllm.distributed.sharding import Shard
 from pico_vllm.distributed.tensor_parallel import MultiRank, SingleRank
 from pico_vllm.forward_batch import ForwardBatch
@@ -15,6 +14,7 @@ from pico_vllm.kernels.backend import CPU, REFERENCE
 from pico_vllm.layers.embedding import LMHead, VocabEmbedding
 from pico_vllm.layers.linear import GatedLinear, Linear, PartialLinear
 from pico_vllm.layers.norm import RMSNorm
+from pico_vllm.models import token_tiles
 from pico_vllm.models.overlapped import OverlappedModel
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import LinearSpec, ParameterPlace, TensorSpec, dummy_parameters, load_parameters
@@ -279,8 +279,9 @@ def test_a_model_on_several_ranks_computes_what_it_does_on_one(name):
 @pytest.mark.parametrize("name", ["llama-biases-llama3-rope", "qwen3-gqa2-d128-untied"])
 def test_a_model_in_tiles_computes_what_it_does_whole(monkeypatch, name, lens, boundary):
     """Sums under way overlap, and what is summed late is what is added; too few tokens have one tile."""
-    monkeypatch.setattr(tensor_parallel, "MIN_OVERLAPPED_TOKENS", 8)
-    monkeypatch.setattr(tensor_parallel, "TILE_UNIT", 4)
+    monkeypatch.setattr(token_tiles, "MIN_TOKENS", 8)
+    monkeypatch.setattr(token_tiles, "TILE_TOKENS", 4)
+    token_tiles.choose_cut.cache_clear()
     tiny = tiny_models.MODELS[name]
     config = ModelConfig.from_hf_config(tiny_models.hf_config(tiny).to_dict() | {"architectures": [tiny.model_class]})
     specs = model_class(config.architecture).parameter_specs(config)
@@ -299,13 +300,15 @@ def test_a_model_in_tiles_computes_what_it_does_whole(monkeypatch, name, lens, b
                 )
             shape = (NUM_BLOCKS, 2, of_rank.num_key_value_heads, BLOCK_SIZE, of_rank.head_dim)
             caches = [torch.full(shape, float("nan")) for _ in model.layers]
-            outputs.append(OverlappedModel(model, group)(batch, caches))
-        return outputs, communicator.most_under_way, group.tiles(sum(lens))
+            chosen = OverlappedModel(model, num_sms=None) if overlaps else model
+            outputs.append(chosen(batch, caches))
+        return outputs, communicator.most_under_way, chosen.tiles(sum(lens))
 
     for (plain, overlapped), most_under_way, tiles in on_each_rank(2, run):
         torch.testing.assert_close(overlapped, plain, rtol=0, atol=1e-5)
         assert most_under_way == (0 if boundary is None else 2)
         assert [tile.stop for tile in tiles] == ([] if boundary is None else [boundary]) + [sum(lens)]
+    token_tiles.choose_cut.cache_clear()
 
 
 def test_one_rank_is_the_backend_itself():
@@ -315,7 +318,7 @@ def test_one_rank_is_the_backend_itself():
     assert group.reduce_add_rms_norm is CPU.add_rms_norm
     assert group.logits is CPU.linear
     assert group.largest(-3.0) == -3.0
-    assert group.tiles(10_000) == [slice(0, 10_000)] and not group.overlaps
+    assert not group.overlaps
     group.reserve(10, 8, torch.float32)
     args = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6
     pending = group.start_reduce_add_rms_norm(*(args[0].clone(), args[1].clone(), *args[2:]))

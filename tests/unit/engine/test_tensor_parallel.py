@@ -235,9 +235,9 @@ def test_a_step_of_many_tokens_in_two_tiles_gives_what_it_gives_whole(checkpoint
     llm = make_llm(checkpoint, max_num_seqs=8, tensor_parallel_size=2, async_tensor_parallel=True)
     seen = []
     with watched(llm):
-        group = llm.engine.core.executor.runner._model._group
-        tiles = group.tiles
-        monkeypatch.setattr(group, "tiles", lambda num_tokens: seen.append(tiles(num_tokens)) or seen[-1])
+        model = llm.engine.core.executor.runner._model
+        tiles = model.tiles
+        monkeypatch.setattr(model, "tiles", lambda num_tokens: seen.append(tiles(num_tokens)) or seen[-1])
         outputs = llm.generate(prompts, params)
         llm.engine.shutdown()
     same(outputs, single)
