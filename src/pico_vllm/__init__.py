@@ -5,6 +5,7 @@ Importing the package loads neither torch nor triton nor transformers; the publi
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING
 
@@ -31,5 +32,11 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+        collects = gc.isenabled()
+        gc.disable()  # what is imported stays: looking through it again and again is a tenth of the time
+        try:
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
+        finally:
+            if collects:
+                gc.enable()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,3 +33,18 @@ def test_what_does_not_compile_is_raised_where_the_block_ends():
         _fill_kernel[(1,)](x, 3.0, BLOCK=48)
     _fill_kernel[(1,)](x, 5.0, BLOCK=64)
     assert x.tolist() == [5.0] * 64
+
+
+def test_copies_of_a_process_that_uses_the_gpu_compile_for_it(tmp_path, monkeypatch):
+    compiled_here = []
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, cache_hit, **_: compiled_here.append(not cache_hit)
+    )
+    x = torch.zeros(512, device="cuda")
+    with compiling_only(torch.device("cuda", 0), max_workers=4):
+        for block in (128, 256, 512):
+            _fill_kernel[(1,)](x, 3.0, BLOCK=block)
+    assert compiled_here == [False] * 3
+    _fill_kernel[(1,)](x, 7.0, BLOCK=256)
+    assert x.tolist() == [7.0] * 256 + [0.0] * 256

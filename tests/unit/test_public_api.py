@@ -42,6 +42,19 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it():
     assert not hasattr(pico_vllm, "torch")
 
 
+@pytest.mark.parametrize("state", ["enable", "disable"])
+def test_no_garbage_is_collected_during_the_import_and_then_as_before(state):
+    script = f"""
+import gc
+gc.{state}()
+generations = []
+gc.callbacks.append(lambda phase, info: generations.append(info["generation"]))
+from pico_vllm import LLM
+print(2 in generations, gc.isenabled())
+"""
+    assert run_python(script) == f"False {state == 'enable'}\n"
+
+
 HEAVY = "{'torch', 'triton', 'transformers', 'numpy', 'tokenizers', 'safetensors', 'gguf', 'huggingface_hub'}"
 
 

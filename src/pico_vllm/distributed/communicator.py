@@ -167,9 +167,11 @@ class NcclCommunicator:
             return self._group.allreduce([tensor]).wait
 
     def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
-        """Symmetric memory, if every rank can have it."""
+        """Symmetric memory, if every rank can have it and such rows fit its words."""
         from pico_vllm.distributed.symmetric_memory import SymmetricMemory, can_reach_peers
 
+        if hidden_size * dtype.itemsize % 8 != 0:
+            return
         if self._host.largest(0.0 if can_reach_peers(self._store, self.shard, self._device) else 1.0) > 0:
             return
         self.symmetric = SymmetricMemory(

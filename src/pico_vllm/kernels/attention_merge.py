@@ -19,7 +19,9 @@ from pico_vllm.kernels.attention_config import Device, MergeConfig
 from pico_vllm.kernels.attention_tiles import start_after_predecessors
 
 
-@triton.jit(do_not_specialize=["num_splits", "boundary_seq"], do_not_specialize_on_alignment=["query_start_loc"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_splits", "boundary_seq"], do_not_specialize_on_alignment=["query_start_loc"]
+)
 def _merge_kernel(
     out,
     partial_out,

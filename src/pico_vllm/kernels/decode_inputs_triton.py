@@ -15,7 +15,7 @@ from pico_vllm.kernels.decode_inputs import DecodeInputs
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr", "new_block_ids_ptr"])
 def _fill_decode_inputs_kernel(
     rows_ptr,
     seq_lens_ptr,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -38,6 +38,7 @@ from pico_vllm.worker.start_probe import TRIAL_BLOCKS, StartProbe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from pico_vllm.config import EngineConfig, ModelConfig
     from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
@@ -100,14 +101,13 @@ class ModelRunner:
         self.group = new_group(backend)
         shard = self.group.shard
         on_gpu = self.device.type == "cuda"
+        compiles = on_gpu and backend.name == "triton"
         #: New tokens of a step at most; what memory is kept for.
-        self.max_num_batched_tokens = config.scheduler.token_bound(
-            max_model_len, fast_prompts=on_gpu and backend.name == "triton"
-        )
+        self.max_num_batched_tokens = config.scheduler.token_bound(max_model_len, fast_prompts=compiles)
         self.group.reserve(self.max_num_batched_tokens, model_config.hidden_size, self.dtype)
         #: Of the smallest device: all ranks cut their steps in the same place.
         self._num_sms = -int(self.group.largest(-_num_sms(self.device))) if on_gpu else None
-        with self._timed("weights"):
+        with self._timed("weights"), self._preparing() if compiles else nullcontext():
             self.parameters = self._load_parameters(config, source, backend, progress)
             self.set_backend(backend)
 
@@ -129,7 +129,7 @@ class ModelRunner:
             device=self.device,
         )
         with self._timed("compile"):
-            if on_gpu and backend.name == "triton":
+            if compiles:
                 self._compile(config, probe)
         #: What a GPU's memory is for; None on a CPU, and where the size of the KV cache was given.
         self.memory: MemoryBudget | None = None
@@ -238,6 +238,11 @@ class ModelRunner:
             record=record,
             trial=trial,
         )
+
+    def _preparing(self) -> AbstractContextManager[None]:
+        from pico_vllm.kernels.parallel_compile import preparing
+
+        return preparing(self.device)
 
     @torch.inference_mode()
     def _compile(self, config: EngineConfig, probe: StartProbe) -> None:
