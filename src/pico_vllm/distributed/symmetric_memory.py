@@ -122,6 +122,10 @@ class SymmetricMemory:
         """Whether there is room for a sum of so many."""
         return num_tokens <= self.max_tokens
 
+    def begins_with(self, num_tokens: int) -> bool:
+        """Whether the first sum of a step may be made here: it must not be copies (see ``_send``)."""
+        return num_tokens <= MAX_FEW_ROWS
+
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum, in a new tensor."""
         if len(partial) <= MAX_FEW_ROWS:
@@ -167,9 +171,10 @@ class SymmetricMemory:
     def _send(self, partial: torch.Tensor) -> int:
         """Copy to all others, and say so.
 
-        A slot is free again: a rank begins sum k when it has added up k - 2, for which it had to receive that of all
-        others, who had added up k - 4 by then. Between steps, when slots don't follow each other, all ranks wait for
-        each other's logits or vectors of tokens.
+        The slot is free again: within a step they follow each other, and a rank begins sum k when it has added up
+        k - 2, for which it had to receive that of all others, who had added up k - 4 by then. From step to step they
+        don't (a captured one has its own); but each begins with a sum that is no copy, the vectors of its tokens, and
+        whoever takes part in that has added up all that was before.
         """
         slot = self._next_slot
         self._next_slot = (slot + 1) % NUM_SLOTS

@@ -110,8 +110,8 @@ class MultiRank:
         is_elsewhere = (rows < 0) | (rows >= num_rows)
         vectors = self._backend.embedding(rows.clamp(0, num_rows - 1), weight)
         vectors.masked_fill_(is_elsewhere[:, None], 0)
-        symmetric = self._symmetric_for(vectors)
-        if symmetric is not None:
+        symmetric = self._communicator.symmetric
+        if symmetric is not None and symmetric.begins_with(len(vectors)):
             return symmetric.all_reduce(vectors)
         self._communicator.all_reduce(vectors)
         return vectors

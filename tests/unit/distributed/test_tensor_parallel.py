@@ -311,6 +311,31 @@ def test_a_model_in_tiles_computes_what_it_does_whole(monkeypatch, name, lens, b
     token_tiles.choose_cut.cache_clear()
 
 
+def test_a_step_of_many_tokens_begins_with_a_sum_that_is_no_copy():
+    """It tells that what was copied before has been added up everywhere."""
+
+    class Symmetric:
+        def __init__(self):
+            self.sums = []
+
+        def begins_with(self, num_tokens):
+            return num_tokens <= 4
+
+        def all_reduce(self, partial):
+            self.sums.append(len(partial))
+            return partial
+
+    def run(communicator):
+        communicator.symmetric = symmetric = Symmetric()
+        group = MultiRank(CPU, communicator=communicator, overlaps=False)
+        weight = torch.ones(10 // communicator.shard.size, HIDDEN)
+        for num_tokens in (4, 5):
+            group.embed(torch.zeros(num_tokens, dtype=torch.int32), weight)
+        return symmetric.sums, communicator.num_calls
+
+    assert on_each_rank(2, run) == [([4], 1), ([4], 1)]
+
+
 def test_one_rank_is_the_backend_itself():
     """Nothing stands between a layer and its op."""
     group = SingleRank(CPU)
