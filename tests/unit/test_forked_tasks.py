@@ -65,6 +65,42 @@ def test_no_copy_is_left_when_the_caller_stops_early(tmp_path):
             os.kill(int(path.name), 0)
 
 
+def test_a_copy_keeps_no_socket_or_pipe_of_this_process_open(tmp_path):
+    """Who listens to this process hears of its death though copies live on."""
+    reader, writer = os.pipe()
+
+    def task():
+        print("into nothing", flush=True)
+        os.set_blocking(reader, False)
+
+    def hang():
+        (tmp_path / "here").touch()
+        time.sleep(600)
+
+    results = run_in_copies([lambda: None, task, hang], 1)
+    assert next(results) == 0
+    while not (tmp_path / "here").exists():
+        time.sleep(0.01)
+    os.close(writer)
+    assert os.read(reader, 1) == b""  # all others that could write are gone
+    results.close()
+    os.close(reader)
+
+
+def test_a_copy_ends_when_nobody_is_left_to_tell(tmp_path):
+    """The caller, killed between two tasks, leaves copies that end with the task they are at."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for _ in run_in_copies([lambda: None, lambda: time.sleep(0.3), lambda: (tmp_path / "third").touch()], 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    os.waitpid(pid, 0)
+    time.sleep(1.0)
+    assert not (tmp_path / "third").exists()
+
+
 def test_where_no_process_can_be_made_nothing_is_done(monkeypatch):
     def refuse():
         raise BlockingIOError("fork")

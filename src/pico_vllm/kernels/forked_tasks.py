@@ -69,12 +69,20 @@ def _work(tasks: Sequence[Callable[[], object]], todo: int, done: int) -> NoRetu
         gc.disable()  # the destructor of a tensor or an event would go to the GPU
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (the caller will hear it)
+        null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
-            os.dup2(sys.stdout.fileno(), stream)
+            os.dup2(null, stream)
+        sys.stdout = sys.stderr = open(1, "w", closefd=False)  # noqa: SIM115 (the caller will hear it)
+        # Whoever waits for the end of this process's sockets and pipes is not to wait for its copies.
+        low, high = sorted((todo, done))
+        os.closerange(3, low)
+        os.closerange(low + 1, high)
+        os.closerange(high + 1, os.sysconf("SC_OPEN_MAX"))
         while index := os.read(todo, _INDEX_BYTES):
-            with suppress(Exception):  # the caller will do it again, and see
+            try:
                 tasks[int.from_bytes(index, "big")]()
-                os.write(done, index)
+            except Exception:  # the caller will do it again, and see
+                continue
+            os.write(done, index)  # fails, and ends this, when the caller has gone
     finally:
         os._exit(0)
