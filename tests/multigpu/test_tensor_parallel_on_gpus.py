@@ -31,14 +31,6 @@ NUM_CYCLES = 30
 pytestmark = pytest.mark.usefixtures("exact_fp32_products")
 
 
-@pytest.fixture(scope="module")
-def exact_fp32_products():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
