@@ -341,6 +341,7 @@ def verify(
         dtype=dtype.value,
         tensor_parallel_size=tp,
         enforce_eager=tp > 1,  # this rank's ops are recorded and so not replayed, and nor may the others' be
+        async_tensor_parallel=False,  # each op is to be seen once a step
         backend=backend.value,
         device=device,
         block_size=block_size,

@@ -138,10 +138,53 @@ def two_under_way(communicator, hidden_size, dtype):
                 compare(got, [whole[half] for whole in wanted], (num_rows, i), communicator)
 
 
+def steps_back_to_back(communicator, hidden_size, dtype):
+    """Two graphs as of two steps, with slots of their own, replayed in turn while one rank is late at each of its sums.
+
+    Nothing else lies between: that a slot is free is up to the sum of few rows with which each begins.
+    """
+    sums = Sums(communicator, hidden_size, dtype)
+    rank = communicator.shard.rank
+    steps = []
+    for num_sums in (3, 2):
+        first = sums.draw(1)[0]
+        inputs = [sums.draw(300) for _ in range(num_sums)]
+        expected = [sums.expected(partial, residual) for partial, residual in inputs]
+        kept = [residual.clone() for _, residual in inputs]
+
+        def run(first=first, inputs=inputs, kept=kept):
+            communicator.symmetric.all_reduce(first)
+            outputs = []
+            for i, ((partial, residual), there) in enumerate(zip(inputs, kept, strict=True)):
+                there.copy_(residual)
+                if (i + rank) % 2:
+                    torch.cuda._sleep(200_000)  # cycles: a tenth of a millisecond
+                outputs.append(sums.ours(partial, there)[0])
+            return outputs
+
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            outputs = run()
+        steps.append((graph, outputs, kept, expected))
+    seen = []
+    for i in range(40):
+        graph, outputs, kept, expected = steps[i * 7 % 3 % 2]
+        graph.replay()
+        seen += [
+            (output.clone(), there.clone(), wanted)
+            for output, there, wanted in zip(outputs, kept, expected, strict=True)
+        ]
+    torch.cuda.synchronize()
+    for i, (output, there, wanted) in enumerate(seen):
+        compare((output, there), wanted, i, communicator)
+
+
 @pytest.mark.parametrize(
     ("hidden_size", "dtype"),
     [(3584, torch.bfloat16), (1536, torch.bfloat16), (896, torch.float16), (36, torch.float32), (64, torch.bfloat16)],
 )
-@pytest.mark.parametrize("run", [rows_of_all_sizes, captured_and_replayed, two_under_way])
+@pytest.mark.parametrize("run", [rows_of_all_sizes, captured_and_replayed, two_under_way, steps_back_to_back])
 def test_sums_of_two_gpus_are_those_of_nccl(tmp_path, run, hidden_size, dtype):
     on_each_gpu(SIZE, tmp_path, run, hidden_size, dtype)

@@ -7,14 +7,17 @@ decided in ``connect`` alone.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed
 
+from pico_vllm.config import MIN_COMPUTE_CAPABILITY
 from pico_vllm.distributed.sharding import Shard
 
 if TYPE_CHECKING:
@@ -28,6 +31,16 @@ _c10d: Any = torch.distributed  # the type stubs lack most of its classes' metho
 
 #: A rank that is late by this much is taken for lost: steps and captures take seconds, loading a model minutes.
 TIMEOUT = timedelta(minutes=10)
+
+#: What NCCL and torch around it would do by themselves: NVLink multicast; a monitor that ends the process when an abort
+#: takes long, and looks for other ranks' complaints in the store; a watchdog that ends it after an error. A lost rank is
+#: the executor's to notice.
+NCCL_ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
 
 
 class RankLostError(Exception):
@@ -150,11 +163,16 @@ class NcclCommunicator:
         self.shard = shard
         self.symmetric: SymmetricMemory | None = None
         self._store, self._device, self._host = store, device, host
+        for name, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         options = _c10d.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
         self._group = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("nccl", store), shard.rank, shard.size, options)
         self.all_reduce(torch.zeros(1, device=device))  # connects: nothing may be set up while a graph is captured
         torch.cuda.synchronize(device)
+        self._ends = threading.Event()
+        # Made now: at the interpreter's end no thread can be.
+        threading.Thread(target=_abort_at, args=(self._ends, self._group), name="nccl-abort", daemon=True).start()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum, in the tensor's dtype; the stream waits for it, the host does not."""
@@ -168,21 +186,22 @@ class NcclCommunicator:
 
     def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
         """Symmetric memory, if every rank can have it and such rows fit its words."""
+        if hidden_size * dtype.itemsize % 8 != 0 or self._host.largest(0.0 if _has_triton(self._device) else 1.0) > 0:
+            return
         from pico_vllm.distributed.symmetric_memory import SymmetricMemory, can_reach_peers
 
-        if hidden_size * dtype.itemsize % 8 != 0:
-            return
         if self._host.largest(0.0 if can_reach_peers(self._store, self.shard, self._device) else 1.0) > 0:
             return
-        self.symmetric = SymmetricMemory(
-            self._store,
-            self.shard,
-            self._device,
-            max_tokens=num_tokens,
-            hidden_size=hidden_size,
-            dtype=dtype,
-            barrier=lambda: self._host.largest(0.0),
-        )
+        with torch.cuda.device(self._device):
+            self.symmetric = SymmetricMemory(
+                self._store,
+                self.shard,
+                self._device,
+                max_tokens=num_tokens,
+                hidden_size=hidden_size,
+                dtype=dtype,
+                barrier=lambda: self._host.largest(0.0),
+            )
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """All of them; the stream waits for it, the host does not."""
@@ -197,9 +216,20 @@ class NcclCommunicator:
         """End the kernels that wait for a lost rank, then close the hosts' connections."""
         if self.symmetric is not None:
             self.symmetric.abort()
+        self._ends.set()
         self._host.abort()
-        # NCCL tells its kernels at once, and then waits for all graphs that hold some of them, as long as those live.
-        threading.Thread(target=self._group.abort, name="nccl-abort", daemon=True).start()
+
+
+def _abort_at(ends: threading.Event, group: Any) -> None:
+    """NCCL tells its kernels to end at once, and then waits for all graphs that hold some of them, while those live."""
+    ends.wait()
+    with suppress(RuntimeError):
+        group.abort()
+
+
+def _has_triton(device: torch.device) -> bool:
+    has_module = importlib.util.find_spec("triton") is not None
+    return has_module and torch.cuda.get_device_capability(device) >= MIN_COMPUTE_CAPABILITY
 
 
 @contextmanager

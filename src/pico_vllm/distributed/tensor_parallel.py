@@ -94,10 +94,24 @@ class MultiRank:
 
     Results that every rank needs whole (vectors of tokens, residual stream, logits) are made of the same bits on all of
     them, so what is computed from these alone (norms, samples) is too.
+
+    Args:
+        backend: the ops of this rank.
+        communicator: of all ranks.
+        overlaps: as of the group.
+        watched: makes a call that waits for the other ranks, and gives up when one is gone.
     """
 
-    def __init__(self, backend: KernelBackend, *, communicator: Communicator, overlaps: bool) -> None:
+    def __init__(
+        self,
+        backend: KernelBackend,
+        *,
+        communicator: Communicator,
+        overlaps: bool,
+        watched: Callable[[Callable[[], None]], None] = lambda call: call(),
+    ) -> None:
         self.shard = communicator.shard
+        self._watched = watched
         self._backend = backend
         self._communicator = communicator
         self.overlaps = overlaps
@@ -153,7 +167,7 @@ class MultiRank:
 
     def reserve(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
         """Symmetric memory, where the communicator has any."""
-        self._communicator.reserve(num_tokens, hidden_size, dtype)
+        self._watched(partial(self._communicator.reserve, num_tokens, hidden_size, dtype))
 
     def logits(self, hidden: torch.Tensor, weight: LinearWeight, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of this rank's tokens, then an all-gather: every rank has all of them, and samples by itself."""

@@ -18,6 +18,7 @@ only host value that a capture depends on: kernels read lengths on the device. W
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import time
@@ -384,6 +385,12 @@ class CudaGraphRunner:
             prefill_seq_len=min(typical_seq_len(size.num_tokens), self._prompt_seq_len),
             decode_order=sent.decode_order if num_decodes > MAX_UNORDERED_DECODES else None,
         )
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where all engines of this process capture: libraries keep memory for every stream that they have seen."""
+    return torch.cuda.Stream(device)
 
 
 class Capturing:

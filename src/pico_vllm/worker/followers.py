@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from pico_vllm.distributed.communicator import RankLostError
 from pico_vllm.worker.child_process import how_it_ended, start_module
 from pico_vllm.worker.rank_messages import (
@@ -82,6 +84,7 @@ class _Ranks:
     is_closing: bool = False
     is_over: bool = False  # nothing more will be heard
     abort: Callable[[], None] = lambda: None
+    listener: threading.Thread | None = None
 
 
 class Followers:
@@ -102,7 +105,10 @@ class Followers:
         owned = list(processes) or [None] * len(channels)
         followers = [_Follower(i + 1, channel, owned[i]) for i, channel in enumerate(channels)]
         self._ranks = _Ranks(followers, directory)
-        threading.Thread(target=_listen, args=(self._ranks,), name="pico-vllm-ranks", daemon=True).start()
+        self._ranks.listener = threading.Thread(
+            target=_listen, args=(self._ranks,), name="pico-vllm-ranks", daemon=True
+        )
+        self._ranks.listener.start()
         #: Runs when it is called, when this object is collected or when the interpreter ends: once.
         self.close = weakref.finalize(self, _close, self._ranks)
 
@@ -259,10 +265,13 @@ def _listen(ranks: _Ranks) -> None:
 
 def _take_in(ranks: _Ranks, follower: _Follower) -> None:
     message = follower.channel.receive()
-    if message is None:
+    try:
+        decoded = None if message is None else decode_from_rank(message)
+    except msgspec.MsgspecError:  # what speaks there is no rank
+        decoded = None
+    if decoded is None:
         follower.is_gone = True
         return
-    decoded = decode_from_rank(message)
     if isinstance(decoded, Failed):
         follower.failure = decoded
         return
@@ -320,6 +329,9 @@ def _close(ranks: _Ranks) -> None:
             ranks.news.wait(left)
     for follower in ranks.followers:
         follower.channel.end()
-    ranks.abort()
     if ranks.directory is not None:
         shutil.rmtree(ranks.directory, ignore_errors=True)
+    ranks.abort()
+    # A thread that comes back from a library when the interpreter has ended takes the process down with it.
+    if ranks.listener is not None and ranks.listener is not threading.current_thread():
+        ranks.listener.join(STOP_S)

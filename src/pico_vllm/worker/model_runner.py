@@ -25,7 +25,7 @@ from pico_vllm.models.overlapped import OverlappedModel
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import ParameterPlace, dummy_parameters, load_parameters
 from pico_vllm.scheduler_output import ModelRunnerOutput
-from pico_vllm.worker.cuda_graph import Capturing, CudaGraphRunner, ForwardOutput, launch_shallow
+from pico_vllm.worker.cuda_graph import Capturing, CudaGraphRunner, ForwardOutput, capture_stream, launch_shallow
 from pico_vllm.worker.device_time import DeviceTime
 from pico_vllm.worker.host_ring import HostRing
 from pico_vllm.worker.input_builder import InputBuilder
@@ -107,6 +107,7 @@ class ModelRunner:
         self.group.reserve(self.max_num_batched_tokens, model_config.hidden_size, self.dtype)
         #: Of the smallest device: all ranks cut their steps in the same place.
         self._num_sms = -int(self.group.largest(-_num_sms(self.device))) if on_gpu else None
+        self._graphs: CudaGraphRunner | None = None
         with self._timed("weights"), self._preparing() if compiles else nullcontext():
             self.parameters = self._load_parameters(config, source, backend, progress)
             self.set_backend(backend)
@@ -117,7 +118,7 @@ class ModelRunner:
         self._ring = HostRing(self.device, config.scheduler.max_num_seqs)
         self._new_rows = partial(InputBuilder, *rows, self._ring)
         self._rows = self._new_rows()
-        self._capture_stream = torch.cuda.Stream(self.device) if on_gpu else None
+        self._capture_stream = capture_stream(self.device) if on_gpu else None
         probe = StartProbe(
             self._model,
             backend,
@@ -147,7 +148,6 @@ class ModelRunner:
         #: Of the KV cache: what the rank with the least memory has room for.
         self.num_blocks = -int(self.group.largest(-num_blocks))
         self.kv_caches = self._new_caches(self.num_blocks, block_size)
-        self._graphs: CudaGraphRunner | None = None
         with self._timed("captures"):
             if self._captures(config):
                 self._graphs = self._capture(config, self.kv_caches, Capturing(self._capture_stream))
@@ -190,7 +190,15 @@ class ModelRunner:
         """Run with other ops from the next step on; parameters and KV cache stay. For recording and bisecting.
 
         What the prefix cache keeps was computed by the ops before: reset it where the new ones compute something else.
+
+        Raises:
+            ConfigError: other ranks replay captured passes, and this one would not.
         """
+        if self._graphs is not None and self.group.shard.size > 1 and backend is not self._captured_backend:
+            raise ConfigError(
+                f"the ops of one of {self.group.shard.size} ranks cannot be swapped while the others replay captured "
+                "passes: use enforce_eager=True"
+            )
         self.backend = backend
         group = self._new_group(backend)
         model = model_class(self.model_config.architecture)(
@@ -198,6 +206,10 @@ class ModelRunner:
         )
         self._model = OverlappedModel(model, self._num_sms) if group.overlaps else model
         self._sampler = Sampler(backend)
+
+    def drop_graphs(self) -> None:
+        """Free what was captured, as soon as no step replays it; later steps run eagerly."""
+        self._graphs = None
 
     def reset(self) -> None:
         """Forget every request, in whatever state a failed step has left its row, and every step in flight."""

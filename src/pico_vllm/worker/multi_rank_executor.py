@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HELLO_S = 10.0  # for a rank that has connected to say which one it is
 _START_ERRORS = {kind.__name__: kind for kind in (ConfigError, WeightLoadError)}
 
 
@@ -115,12 +116,19 @@ class MultiRankExecutor:
                     max_model_len=max_model_len,
                     progress=progress,
                     device=device,
-                    new_group=partial(MultiRank, communicator=communicator, overlaps=overlaps),
+                    new_group=partial(
+                        MultiRank,
+                        communicator=communicator,
+                        overlaps=overlaps,
+                        watched=self._followers.while_all_live,
+                    ),
                 )
             self._followers.wait_for(Ready)
         except RankLostError as error:
             self._fail_to_start(error)
-        except BaseException:
+        except BaseException as error:
+            if self._followers.cause_of_death is not None:  # what came of it here says less
+                self._fail_to_start(error)
             self.shutdown()
             raise
         #: Learned from the memory that was left; the engine passes it on to the KV cache manager.
@@ -202,6 +210,8 @@ class MultiRankExecutor:
     def shutdown(self) -> None:
         """End the other ranks' processes; every later call raises EngineDeadError."""
         self._death = self._death or "the ranks have been shut down"
+        if hasattr(self, "runner"):
+            self.runner.drop_graphs()  # NCCL's end waits for those that hold kernels of its
         self._followers.close()
 
     @contextmanager
@@ -214,6 +224,8 @@ class MultiRankExecutor:
         except RankLostError as error:
             self._die(error)
         except BaseException as error:
+            if isinstance(error, Exception) and self._followers.cause_of_death is not None:
+                self._die(error)
             trace = "".join(traceback.format_exception(error))
             self._death = f"rank 0 has failed: {type(error).__name__}: {error}\n\nIn the process of rank 0:\n{trace}"
             self.shutdown()
@@ -221,7 +233,7 @@ class MultiRankExecutor:
                 raise EngineDeadError(self._death) from error
             raise  # what a signal handler of the application's has raised stays what it is
 
-    def _fail_to_start(self, error: RankLostError) -> None:
+    def _fail_to_start(self, error: BaseException) -> None:
         """What is wrong for all ranks is the same error as with one, whichever rank has come to it first.
 
         Raises:
@@ -239,7 +251,7 @@ class MultiRankExecutor:
         start_error.add_note(self._followers.cause_of_death or "")
         raise start_error from None
 
-    def _die(self, error: RankLostError) -> None:
+    def _die(self, error: BaseException) -> None:
         """Find out what has become of the lost rank, and end the others.
 
         Raises:
@@ -280,8 +292,11 @@ def _await_followers(build: Build, launched: LaunchedRank) -> _Met:
                 channel = RankChannel(server.accept()[0])
             except TimeoutError:
                 raise EngineDeadError(f"only ranks 0, {sorted(channels)} have come in {TIMEOUT}") from None
+            channel.socket.settimeout(HELLO_S)
             message = channel.receive()
-            hello = None if message is None else decode_from_rank(message)
-            if isinstance(hello, Hello):
-                channels[hello.rank] = channel
+            channel.socket.settimeout(None)
+            with suppress(msgspec.MsgspecError):  # whoever else knocks is no rank
+                hello = None if message is None else decode_from_rank(message)
+                if isinstance(hello, Hello):
+                    channels[hello.rank] = channel
     return _Met(Followers([channels[rank] for rank in range(1, build.size)]), store, (), build)

@@ -260,6 +260,7 @@ OPTIONS = {
     "enable_chunked_prefill": False,
     "async_scheduling": True,
     "tensor_parallel_size": 3,
+    "async_tensor_parallel": False,
 }
 
 

@@ -14,6 +14,7 @@ import tiny_models
 from engine_runs import assert_close_logprobs, assert_same_tokens, greedy, make_llm, run_with_logits
 from pico_vllm import SamplingParams
 from pico_vllm.errors import ConfigError, EngineDeadError, RequestError
+from pico_vllm.kernels.backend import REFERENCE
 from pico_vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.multiprocess
@@ -213,6 +214,19 @@ def test_an_error_between_launch_and_choice_is_forgotten_by_all_ranks(llm, name,
         with pytest.raises(ZeroDivisionError):
             llm.generate(PROMPTS[:3], params)
     same(llm.generate(PROMPTS[:3], params), single.generate(PROMPTS[:3], params))
+
+
+def test_ops_of_one_rank_are_not_swapped_while_the_others_replay(llm, name, monkeypatch):
+    if name not in IN_PROCESS:
+        return
+    runner = llm.engine.core.executor.runner
+    before = runner.backend
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_graphs", object())
+        with pytest.raises(ConfigError, match="enforce_eager=True"):
+            runner.set_backend(REFERENCE)
+        runner.set_backend(before)
+    assert runner.backend is before
 
 
 def test_the_prefix_cache_can_be_reset(llm, single):

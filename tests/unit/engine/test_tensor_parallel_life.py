@@ -16,7 +16,10 @@ import torch
 
 import tiny_models
 from engine_runs import greedy, make_llm
+from pico_vllm.distributed.communicator import RankLostError
 from pico_vllm.errors import ConfigError, EngineDeadError, WeightLoadError
+from pico_vllm.worker.followers import Followers
+from pico_vllm.worker.rank_messages import RankChannel, Ready
 
 pytestmark = pytest.mark.multiprocess
 
@@ -256,6 +259,33 @@ def test_an_error_of_rank_0_in_a_step_ends_the_engine_with_its_traceback(checkpo
     assert_dead(llm, "rank 0 has failed")
 
 
+def test_an_error_of_rank_0_that_comes_of_a_lost_rank_names_that_rank(checkpoint, monkeypatch):
+    llm = make_llm(checkpoint, **OPTIONS)
+    executor = llm.engine.core.executor
+    (pid,) = executor.pids
+
+    def fail(*args):
+        os.kill(pid, signal.SIGKILL)
+        while executor._followers.cause_of_death is None:
+            time.sleep(0.01)
+        raise RuntimeError("a library's complaint")
+
+    monkeypatch.setattr(executor.runner, "finish", fail)
+    with pytest.raises(EngineDeadError, match=rf"^rank 1 \(pid {pid}\) .*SIGKILL"):
+        llm.generate(PROMPT, greedy(5))
+    assert_end([pid])
+
+
+def test_what_speaks_otherwise_is_no_rank():
+    ours, theirs = socket.socketpair()
+    followers = Followers([RankChannel(ours)])
+    RankChannel(theirs).send(b"GET / HTTP/1.1")
+    with pytest.raises(RankLostError, match="rank 1 has closed its connection"):
+        followers.wait_for(Ready)
+    followers.close()
+    assert not followers._ranks.listener.is_alive()
+
+
 # -------------------------------------------------------------------------------------------------------- the end
 def test_a_collected_engine_takes_its_ranks_along(checkpoint):
     llm = make_llm(checkpoint, **OPTIONS)
@@ -382,8 +412,8 @@ def test_under_torchrun_a_rank_that_is_killed_is_noticed(start_script):
     assert line(leader) == {"pids": []}
     time.sleep(0.3)
     follower.kill()
-    assert leader.wait(SCRIPT_S) == 1
-    assert "EngineDeadError: rank 1 has closed its connection" in leader.stderr.read()
+    code, stderr = leader.wait(SCRIPT_S), leader.stderr.read()
+    assert code == 1 and "EngineDeadError: rank 1 has closed its connection" in stderr, f"{code}: {stderr}"
 
 
 def test_under_torchrun_with_another_number_of_processes_all_refuse(start_script):
