@@ -33,8 +33,8 @@ _c10d: Any = torch.distributed  # the type stubs lack most of its classes' metho
 TIMEOUT = timedelta(minutes=10)
 
 #: What NCCL and torch around it would do by themselves: NVLink multicast; a monitor that ends the process when an abort
-#: takes long, and looks for other ranks' complaints in the store; a watchdog that ends it after an error. A lost rank is
-#: the executor's to notice.
+#: takes long, and looks for other ranks' complaints in the store; a watchdog that ends it after an error. A lost rank
+#: is the executor's to notice.
 NCCL_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
