@@ -33,7 +33,7 @@ from pico_vllm.scheduler.step_time import StepTimeModel, attention_ratio
 
 if TYPE_CHECKING:
     from pico_vllm.scheduler_output import ModelRunnerOutput
-    from pico_vllm.worker.executor import UniProcExecutor
+    from pico_vllm.worker.executor import Executor
     from pico_vllm.worker.pending_step import PendingStep
 
 #: Decodes of a row of the table.
@@ -104,7 +104,7 @@ def trace(llm: LLM, requests: Sequence[WorkloadRequest]) -> list[Step]:
     return steps[1:]
 
 
-def executor_of(llm: LLM) -> UniProcExecutor:
+def executor_of(llm: LLM) -> Executor:
     """Of a core in this process."""
     core = llm.engine.core
     assert isinstance(core, EngineCore)

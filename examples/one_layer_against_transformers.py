@@ -13,7 +13,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer as TheirL
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from pico_vllm.config import ModelConfig
-from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
+from pico_vllm.distributed.tensor_parallel import SingleRank
 from pico_vllm.kernels.attention import AttentionInputs, KVCacheShape
 from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
 from pico_vllm.layers.rotary_embedding import RotaryEmbedding
@@ -42,9 +42,9 @@ class StateDict:
         """Name and shape of every tensor."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor."""
-        return self._tensors[name]
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """One tensor, or a part of it."""
+        return self._tensors[name][part]
 
 
 def run_theirs(layer: TheirLayer, hidden: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def main() -> None:
     for backend in (REFERENCE, CPU):
         place = ParameterPlace(torch.float32, torch.device("cpu"), backend.pack_linear)
         parameters = load_parameters(specs, checkpoint, place)
-        layer = Qwen2DecoderLayer(LayerParts(config, 0, parameters, backend, TensorParallelGroup(backend)))
+        layer = Qwen2DecoderLayer(LayerParts(config, 0, parameters, backend, SingleRank(backend)))
         error = (run_ours(layer, hidden, config, backend) - truth).abs().max().item()
         assert error < 1e-4, error
         scale = truth.square().mean().sqrt().item()

@@ -50,6 +50,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {needed} CUDA GPU(s), torch sees {torch.cuda.device_count()}")
 
 
+@pytest.fixture(scope="module")
+def exact_fp32_products() -> Iterator[None]:
+    """TF32 would round fp32 inputs to 10 bits, and make tokens depend on the composition of a batch."""
+    import torch
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Turn the skip of a test that must run here into its failure."""

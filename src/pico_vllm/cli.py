@@ -42,6 +42,7 @@ MAX_TOKENS_HELP = "Tokens a step at most. Default: 16384 on a GPU, 2048 on a CPU
 TARGET_ITL_HELP = (
     "Milliseconds a token that prompts may not delay beyond; 0 = none. Default: 5 on a GPU, more beside many."
 )
+TP_HELP = "Devices that share the model, each with a process of its own (tensor parallelism)."
 #: What the engine calls the phases of its start, and what a person reads.
 PHASES = {"download": "Downloading SmolLM2-135M-Instruct", "convert": "Converting it once", "load": "Loading weights"}
 EXIT_ERROR = 1
@@ -154,6 +155,7 @@ def generate(
     dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
     load_format: Annotated[LoadFormat, typer.Option(help="dummy = random weights.")] = LoadFormat.auto,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", help=TP_HELP)] = 1,
     backend: Annotated[Backend, typer.Option(help="Which implementations of the ops.")] = Backend.auto,
     block_size: Annotated[int, typer.Option(help="Tokens a KV cache block.")] = 16,
     num_gpu_blocks_override: Annotated[int | None, typer.Option(help="KV cache blocks, on any device.")] = None,
@@ -174,6 +176,7 @@ def generate(
         dtype=dtype.value,
         load_format=load_format.value,
         device=device,
+        tensor_parallel_size=tp,
         backend=backend.value,
         block_size=block_size,
         num_gpu_blocks_override=num_gpu_blocks_override,
@@ -216,6 +219,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Seed of every answer.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", help=TP_HELP)] = 1,
     enable_prefix_caching: Annotated[bool, typer.Option(help=PREFIX_CACHING_HELP)] = True,
 ) -> None:
     """Talk to a model. /reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer."""
@@ -232,6 +236,7 @@ def chat(
         revision=revision,
         dtype=dtype.value,
         device=device,
+        tensor_parallel_size=tp,
         enable_prefix_caching=enable_prefix_caching,
     )
     with LoadingBars() as bars:
@@ -266,6 +271,7 @@ def batch(
     revision: Annotated[str | None, typer.Option(help=REVISION_HELP)] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", help=TP_HELP)] = 1,
     max_num_seqs: Annotated[int, typer.Option(help="Requests running at the same time at most.")] = 256,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help=MAX_TOKENS_HELP)] = None,
     target_itl_ms: Annotated[float | None, typer.Option(help=TARGET_ITL_HELP)] = None,
@@ -288,6 +294,7 @@ def batch(
                 revision=revision,
                 dtype=dtype.value,
                 device=device,
+                tensor_parallel_size=tp,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 target_itl_ms=target_itl_ms,
@@ -316,7 +323,7 @@ def verify(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     revision: Annotated[str | None, typer.Option(help=REVISION_HELP)] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto = the checkpoint's.")] = Dtype.auto,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", help=TP_HELP)] = 1,
     backend: Annotated[Backend, typer.Option(help="Which implementations of the ops.")] = Backend.auto,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens a KV cache block.")] = 16,
@@ -335,6 +342,8 @@ def verify(
         revision=revision,
         dtype=dtype.value,
         tensor_parallel_size=tp,
+        enforce_eager=tp > 1,  # this rank's ops are recorded and so not replayed, and nor may the others' be
+        async_tensor_parallel=False,  # each op is to be seen once a step
         backend=backend.value,
         device=device,
         block_size=block_size,

@@ -25,6 +25,7 @@ MIN_COMPUTE_CAPABILITY = (8, 0)
 #: Sizes are int32 on the device; rows are made for every running request.
 MAX_SIZE = 2**31 - 1
 MAX_NUM_SEQS = 1 << 16
+MAX_RANKS = 1 << 10
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 #: Tokens a step: enough to keep a GPU's matrix units busy on prompts, and what a CPU gets through in a second or two.
 DEFAULT_BATCHED_TOKENS_GPU, DEFAULT_BATCHED_TOKENS = 16384, 2048
@@ -47,6 +48,39 @@ def cache_dir() -> Path:
 def triton_is_interpreted() -> bool:
     """Whether TRITON_INTERPRET asks Triton to interpret kernels on the CPU instead of compiling them (for tests)."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRank:
+    """What torchrun has told this process.
+
+    Attributes:
+        rank, size: which process this is, of how many on all hosts.
+        local_rank: which one on this host.
+        leader_host: where rank 0 is.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    leader_host: str
+
+
+def launched_rank() -> LaunchedRank | None:
+    """This process's place among those that torchrun has started; None where it was started in another way.
+
+    Raises:
+        ConfigError: the variables that torchrun sets are no numbers.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if any(name not in os.environ for name in names):
+        return None
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers, as torchrun sets them: {error}") from None
+    return LaunchedRank(rank, size, local_rank, os.environ["MASTER_ADDR"])
 
 
 # ------------------------------------------------------------------------------------------------------- the model
@@ -402,13 +436,25 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How many devices share one model. Only 1 is implemented."""
+    """How many devices share one model.
+
+    Attributes:
+        tensor_parallel_size: ranks, each with a share of every layer and a process of its own. Must divide the numbers
+            of heads, of intermediate features and of tokens of the vocabulary. Under torchrun it is WORLD_SIZE, or 1.
+        async_tensor_parallel: many tokens are computed in two parts, and one is summed over the ranks while the other
+            computes; False = one after the other; None = on GPUs. With one rank it means nothing.
+    """
 
     tensor_parallel_size: int = 1
+    async_tensor_parallel: bool | None = None
 
     def __post_init__(self) -> None:
-        if type(self.tensor_parallel_size) is not int or self.tensor_parallel_size != 1:
-            raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size!r} is not implemented yet; use 1")
+        _check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1, high=MAX_RANKS)
+        _check_bool("async_tensor_parallel", self.async_tensor_parallel, optional=True)
+
+    def overlaps(self, *, on_gpu: bool) -> bool:
+        """Whether sums over the ranks run beside the computation of other tokens."""
+        return on_gpu if self.async_tensor_parallel is None else self.async_tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,6 +527,14 @@ class EngineConfig:
             else:
                 raise ConfigError(_unknown_option(name, sorted(top_level | set(group_of))))
         return cls(**top, **{group: kind(**values[group]) for group, kind in groups.items()})
+
+    def to_options(self) -> dict[str, Any]:
+        """The flat options that ``from_options`` makes this configuration from."""
+        options: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            options |= dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {item.name: value}  # type: ignore[arg-type]
+        return options
 
 
 def _unknown_option(name: str, known: list[str]) -> str:

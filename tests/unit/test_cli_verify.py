@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 import tiny_models
 from pico_vllm import cli
@@ -40,6 +41,19 @@ def test_a_right_engine_passes_with_exit_code_0(run, arguments):
     assert code == 0
     assert "PASSED: all 42 points" in out
     assert "layers.2." in out
+
+
+@pytest.mark.multiprocess
+def test_several_ranks_pass_with_what_one_rank_can_show(run, tmp_path, monkeypatch):
+    """14 points a layer and 3 more, but for the two products that give partial sums."""
+    tiny_models.save_tiny_model(tiny_models.MODELS["qwen3-gqa2-d128-untied"], tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    code, out, _ = run("--model", str(tmp_path), "--dtype", "float32", "--tp", "2", "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["settings"]["tensor_parallel_size"] == 2
+    assert len(result["points"]) == 42 - 2 * 3
+    assert result["tokens"]["num_tokens"] == 8 * 64
 
 
 def test_json_is_json_and_nothing_else(run):
@@ -96,7 +110,7 @@ def test_a_nan_is_valid_json(run, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--tp", "2"), "tensor_parallel_size=2"),
+        (("--tp", "2"), "tensor_parallel_size=2 does not split this model: num_attention_heads=3"),
         (("--backend", "triton"), "a CUDA GPU, and this engine runs on cpu"),
         (("--dtype", "int8"), "int8"),
         (("--backend", "x"), "reference"),

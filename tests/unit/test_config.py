@@ -12,10 +12,12 @@ from pico_vllm.config import (
     BLOCK_SIZES,
     SUPPORTED_ARCHITECTURES,
     EngineConfig,
+    LaunchedRank,
     ModelConfig,
     RopeConfig,
     SchedulerConfig,
     cache_dir,
+    launched_rank,
     triton_is_interpreted,
 )
 from pico_vllm.errors import ConfigError
@@ -484,7 +486,8 @@ BAD_OPTIONS = {
     "max_model_len": [0, -1, 1, 2.0, True, "2", 2**31],
     "enable_chunked_prefill": [1, "no", None],
     "async_scheduling": [1, 0, "no"],
-    "tensor_parallel_size": [0, 2, True, "1", None],
+    "async_tensor_parallel": [1, 0, "yes"],
+    "tensor_parallel_size": [0, -1, 1.0, True, "1", None, 1025],
     "skip_tokenizer_init": [1, "no", None],
     "engine_core_process": [1, "no", None],
     "enforce_eager": [1, "no", None],
@@ -515,6 +518,7 @@ GOOD_OPTIONS = {
     "target_itl_ms": [None, 0, 0.0, 1e-9, 5, 7.5, 1_000_000],
     "max_model_len": [None, 2, 2**31 - 1],
     "async_scheduling": [None, True, False],
+    "async_tensor_parallel": [None, True, False],
     "dtype": ["auto", "bfloat16", "float16", "float32"],
     "load_format": ["auto", "dummy"],
     "backend": ["auto", "cpu", "reference"],
@@ -528,7 +532,7 @@ GOOD_OPTIONS = {
 )
 def test_an_option_at_its_bound_is_kept(name, value):
     config = EngineConfig.from_options(**{name: value})
-    holder = next(part for part in (config, config.cache, config.scheduler) if hasattr(part, name))
+    holder = next(part for part in (config, config.cache, config.scheduler, config.parallel) if hasattr(part, name))
     assert getattr(holder, name) == value
 
 
@@ -568,6 +572,28 @@ def test_the_cache_directory_is_ours_then_xdgs_then_dot_cache(monkeypatch, envir
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cache_dir() == Path(expected)
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+
+
+def test_what_torchrun_says_is_read(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert launched_rank() == LaunchedRank(rank=3, size=8, local_rank=1, leader_host="node-0")
+    monkeypatch.delenv("LOCAL_RANK")
+    assert launched_rank() == LaunchedRank(rank=3, size=8, local_rank=3, leader_host="node-0")
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ConfigError, match="'first'"):
+        launched_rank()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_without_torchrun_a_process_is_on_its_own(monkeypatch, missing):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    assert launched_rank() is None
 
 
 def test_a_tokenizer_that_would_not_be_loaded_is_refused():

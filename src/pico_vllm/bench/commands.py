@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from pico_vllm.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pico_vllm.bench.engines.loading import EngineSpec
     from pico_vllm.bench.session import SessionResult
 
 ENGINE_HELP = (
@@ -27,6 +29,7 @@ ENGINE_HELP = (
 MODEL_HELP = (
     "Directory, .gguf file, hub id, or random:SHAPE (random:qwen2.5-1.5b). Default: the default model, or the preset's."
 )
+TP_HELP = "Devices that share the model, of pico-vllm; other engines take an option of theirs."
 #: Options of ``bench run`` that are of some points only; likewise of ``bench workload`` and its kinds.
 _OF_LOOPS = ("sweep", "burst", "poisson", "multi_turn")
 _OF_POINTS = {
@@ -70,6 +73,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Of all prompts.")] = 7,
     dtype: Annotated[str, typer.Option(help="auto = the checkpoint's; or bfloat16, float16, float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tp: Annotated[int | None, typer.Option("--tp", "--tensor-parallel-size", min=1, help=TP_HELP)] = None,
     enable_prefix_caching: Annotated[bool, typer.Option("--enable-prefix-caching", help="Of all engines.")] = False,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Of all engines; default: each one's own.")] = None,
     memory_share: Annotated[float | None, typer.Option(help="Of the GPU for each engine. Default 0.5; 2: 0.4.")] = None,
@@ -88,7 +92,7 @@ def run(
     if not names and not workload:
         raise ConfigError(f"--points={points!r} and no --workload: there is nothing to measure")
     _refuse_unused(context, _OF_POINTS, names, "--points")
-    specs = [parse_engine_spec(text) for text in engines or ["pico-vllm"]]
+    specs = _with_ranks([parse_engine_spec(text) for text in engines or ["pico-vllm"]], tp)
     sizes: dict[str, Any] = {
         "inputs": _numbers("--inputs", inputs, int),
         "outputs": _numbers("--outputs", outputs, int),
@@ -457,6 +461,16 @@ def _write_reports(files: Sequence[Path], out: Path) -> str:
     plots = plot_all(records, out)
     print(f"{out}: report.md, report.csv, {', '.join(path.name for path in plots)}", file=sys.stderr)
     return markdown
+
+
+def _with_ranks(specs: list[EngineSpec], tp: int | None) -> list[EngineSpec]:
+    """Give our own engine so many ranks, where its spec doesn't say."""
+    if tp is None:
+        return specs
+    if all(spec.target != "pico-vllm" for spec in specs):
+        raise ConfigError(f"--tp={tp} is for pico-vllm, which is not measured: give the engine an option of its own")
+    ranks = {"tensor_parallel_size": tp}
+    return [replace(s, extra=ranks | s.extra) if s.target == "pico-vllm" else s for s in specs]
 
 
 def _end(*results: SessionResult) -> None:

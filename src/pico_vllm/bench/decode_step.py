@@ -13,7 +13,7 @@ import torch
 from pico_vllm.bench.cuda_timing import time_on_cuda
 from pico_vllm.bench.timing import FULL_BUDGET, Budget, Rotation, time_on_host
 from pico_vllm.config import ModelConfig
-from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
+from pico_vllm.distributed.tensor_parallel import SingleRank
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.backend import KernelBackend
 from pico_vllm.kernels.linear import LinearWeight
@@ -88,7 +88,7 @@ class DecodeStep:
             self._made = None  # the caches of two might not fit
             self._made = key, self._inputs(*key)
         batch, kv_caches = self._made[1]
-        group = TensorParallelGroup(backend)
+        group = SingleRank(backend)
         model = Qwen2ForCausalLM(
             self.config, self._parameters, max_model_len=max(contexts), backend=backend, group=group
         )

@@ -28,6 +28,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
     "qwen2.5-3b": _QWEN
     | {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+    "qwen2.5-7b": _QWEN
+    | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
 }
 
 

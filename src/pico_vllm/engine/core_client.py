@@ -35,7 +35,6 @@ from pico_vllm.engine.core_messages import (
     StepOutputs,
     encode,
     encode_request,
-    options_of,
     output_of,
 )
 from pico_vllm.engine.engine_core import EngineCore, EngineLimits
@@ -51,6 +50,7 @@ from pico_vllm.errors import (
 from pico_vllm.kv_cache import CacheStats
 from pico_vllm.request import FinishReason
 from pico_vllm.scheduler.admission import checked_max_tokens
+from pico_vllm.worker.follower import serve_if_launched_as_follower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,8 +124,10 @@ def start_engine_core(
 
     Raises:
         ConfigError, WeightLoadError: the model cannot be read or run here; the same in either place.
-        EngineDeadError: the core's process has ended before it was ready.
+        EngineDeadError: the core's process, or one of the ranks', has ended before it was ready.
+        SystemExit: torchrun has started this process to serve as another rank, and rank 0 has ended.
     """
+    serve_if_launched_as_follower(config, model_config, source)
     if config.engine_core_process:
         return ProcessCoreClient(config, source.path, progress=progress)
     load_progress = None if progress is None else lambda done, total: progress("load", done, total)
@@ -279,7 +281,7 @@ class ProcessCoreClient:
         self._send(
             encode(
                 Start(
-                    options=options_of(replace(config, model=os.path.abspath(model_path), revision=None)),
+                    options=replace(config, model=os.path.abspath(model_path), revision=None).to_options(),
                     log_level=logging.getLogger("pico_vllm").getEffectiveLevel(),
                     num_threads=None if torch is None else torch.get_num_threads(),
                 )

@@ -3,19 +3,14 @@
 Owns the process, the two ZeroMQ pairs (Unix sockets in a private directory) and the directory. It knows when the
 process is dead and how to end it; what is said over the wire is core_client.py's business.
 
-- The core's standard input is a pipe that nobody writes to. When it ends, in whatever way the front end has died, the
-  core ends too.
-- The core's standard output is the front end's standard error; so is its own standard error, with its logs.
-- Ctrl-C at a terminal reaches both. The process is started with SIGINT blocked, and later ignores it.
+How it is started and ends with its front end: worker/child_process.py.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 
@@ -23,11 +18,11 @@ import zmq
 
 from pico_vllm.engine.core_messages import FromCore, Shutdown, decode_from_core, encode
 from pico_vllm.engine.core_process import FROM_CORE, TO_CORE, open_socket
+from pico_vllm.worker.child_process import how_it_ended, start_module
 
 POLL_MS = 50
 STOP_S = 1.0  # then the process is killed
 MAX_SOCKET_PATH_BYTES = 100  # Linux takes 107, macOS 103
-STDERR = 2
 
 
 class CoreConnection:
@@ -43,7 +38,7 @@ class CoreConnection:
             self._to_core.bind(f"ipc://{self._directory}/{TO_CORE}")
             self._from_core = open_socket(self._context)
             self._from_core.bind(f"ipc://{self._directory}/{FROM_CORE}")
-            self.process = _start_process(self._directory)
+            self.process = start_module("pico_vllm.engine.core_process", self._directory)
         except BaseException:
             self._context.destroy(linger=0)
             self.remove_directory()
@@ -70,11 +65,8 @@ class CoreConnection:
 
     def cause_of_death(self) -> str | None:
         """How the process has ended, or None while it lives. 1 us."""
-        code = self.process.poll()
-        if code is None:
-            return None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
-        return f"the engine core's process (pid {self.process.pid}) {how}"
+        how = how_it_ended(self.process)
+        return None if how is None else f"the engine core's process (pid {self.process.pid}) {how}"
 
     def remove_directory(self) -> None:
         """Remove the sockets' names. Once both ends are connected nobody needs them, and no one else gets in."""
@@ -104,14 +96,3 @@ def _private_directory() -> str:
         return directory
     os.rmdir(directory)
     return tempfile.mkdtemp(prefix="pico-vllm-", dir="/tmp")
-
-
-def _start_process(directory: str) -> subprocess.Popen[bytes]:
-    """Start the core with the Python, the environment and the import path of this process."""
-    command = [sys.executable, "-P", "-m", "pico_vllm.engine.core_process", directory]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits the mask
-    try:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=STDERR, env=environment)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

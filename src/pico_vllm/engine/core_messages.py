@@ -1,6 +1,6 @@
 """What a front end and an engine core in another process say to each other: msgpack, never pickle.
 
-Owns the structs and the way there and back for Request, EngineConfig and EngineCoreOutput. It knows no sockets.
+Owns the structs and the way there and back for Request and EngineCoreOutput. It knows no sockets.
 Every message is an array that starts with its type's name; ``Hello`` goes first and carries PROTOCOL_VERSION, so two
 versions of the package refuse each other before anything else is read.
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from pico_vllm.config import EngineConfig
 from pico_vllm.engine.stats import StepTimes
 from pico_vllm.errors import RequestError
 from pico_vllm.kv_cache import CacheStats
@@ -173,15 +172,6 @@ decode_from_core = _from_core_decoder.decode
 
 
 # ------------------------------------------------------------------------------------------------ there and back
-def options_of(config: EngineConfig) -> dict[str, Any]:
-    """The flat options that ``EngineConfig.from_options`` makes this configuration from."""
-    options: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        options |= dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {field.name: value}  # type: ignore[arg-type]
-    return options
-
-
 def encode_request(key: int, request: Request, *, wants_reply: bool = False) -> bytes:
     """An ``AddRequest``, encoded.
 

@@ -11,12 +11,10 @@ import dataclasses
 import faulthandler
 import logging
 import os
-import select
-import signal
 import sys
-import threading
 import traceback
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq
@@ -42,6 +40,7 @@ from pico_vllm.engine.core_messages import (
     step_of,
 )
 from pico_vllm.errors import RequestError
+from pico_vllm.worker.child_process import end_with_parent, ignore_ctrl_c
 
 if TYPE_CHECKING:
     from pico_vllm.engine.engine_core import EngineCore
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
 #: The sockets in the front end's directory.
 TO_CORE, FROM_CORE = "to-core", "from-core"
 LINGER_MS = 1000  # for the last message
-PARENT_CHECK_S = 0.5
-STDIN = 0
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -64,14 +61,13 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 def main() -> int:
     """Serve one front end; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    ignore_ctrl_c()
     if len(sys.argv) != 2:
         print("this is started by pico_vllm when engine_core_process=True", file=sys.stderr)  # noqa: T201 - a person reads it
         return 2
     directory = sys.argv[1]
     faulthandler.enable()
-    threading.Thread(target=_end_with_front_end, args=(directory, os.getppid()), daemon=True).start()
+    end_with_parent(partial(_remove, directory))
     context = zmq.Context()
     try:
         return CoreProcess(context, directory).run()
@@ -179,19 +175,12 @@ class CoreProcess:
             return None
 
 
-def _end_with_front_end(directory: str, parent_pid: int) -> None:
-    """End this process when its front end is gone: its standard input ends, or it has got another parent.
-
-    (A fork of the front end may hold the other end of the pipe and outlive it; hence both.)
-    """
-    while True:
-        readable, _, _ = select.select([STDIN], [], [], PARENT_CHECK_S)
-        if (readable and not os.read(STDIN, 1)) or os.getppid() != parent_pid:
-            with suppress(OSError):  # left behind when the front end has died before we were connected
-                for name in (TO_CORE, FROM_CORE):
-                    os.unlink(os.path.join(directory, name))
-                os.rmdir(directory)
-            os._exit(1)
+def _remove(directory: str) -> None:
+    """Remove the sockets' names, left behind when the front end has died before this process was connected."""
+    with suppress(OSError):
+        for name in (TO_CORE, FROM_CORE):
+            os.unlink(os.path.join(directory, name))
+        os.rmdir(directory)
 
 
 if __name__ == "__main__":

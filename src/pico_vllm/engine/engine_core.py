@@ -10,8 +10,8 @@ call of ``step`` are then those of the step that the call before has launched. T
 What can go wrong in a step: an exception on the device is raised as it is and costs no request, since every running one
 goes back to the queue and is computed anew. Only where the device lacks the memory, which it would again, the largest
 request of the step ends with an error. An exception in the books (scheduler, blocks, grammars) leaves these half-done:
-the engine is dead, and every later call says why. Ctrl-C is neither: while a step runs on the main thread it waits, and
-KeyboardInterrupt comes when the step is over.
+the engine is dead, and every later call says why. So it is when one of several ranks is gone, since the others wait for
+it. Ctrl-C is neither: while a step runs on the main thread it waits, and KeyboardInterrupt comes when the step is over.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pico_vllm.outputs import EngineCoreOutput
 from pico_vllm.request import FinishReason
 from pico_vllm.scheduler.scheduler import Scheduler
 from pico_vllm.scheduler.step_time import StepTimeModel, TargetITL, attention_ratio
-from pico_vllm.worker.executor import UniProcExecutor
+from pico_vllm.worker.executor import start_executor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +81,17 @@ class EngineCore:
         self, config: EngineConfig, model_config: ModelConfig, source: ModelSource, *, progress: Progress | None = None
     ) -> None:
         max_model_len = _resolve_max_model_len(config, model_config)
-        self.executor = UniProcExecutor(config, model_config, source, max_model_len=max_model_len, progress=progress)
+        self.executor = start_executor(config, model_config, source, max_model_len=max_model_len, progress=progress)
+        try:
+            self._keep_books(config, model_config, source, max_model_len)
+        except BaseException:
+            self.executor.shutdown()
+            raise
+
+    def _keep_books(
+        self, config: EngineConfig, model_config: ModelConfig, source: ModelSource, max_model_len: int
+    ) -> None:
+        """Everything but the executor, whose limits it knows."""
         self.kv_cache_manager = KVCacheManager(
             self.executor.num_blocks,
             config.cache.block_size,
@@ -121,10 +131,12 @@ class EngineCore:
         """Queue a request; one with structured outputs waits here until its grammar is compiled.
 
         Raises:
-            RequestError: its id is in use, it can never fit (both numbers are named), or its grammar is wrong.
+            RequestError: its id is in use, it can never fit (both numbers are named), its grammar is wrong, or it
+                cannot be sent to other ranks.
             EngineDeadError: a step has failed, or the engine was shut down. So do all methods.
         """
         self._raise_if_dead()
+        self.executor.check_request(request.params)
         matcher = self.structured_output.compile(request)
         self.scheduler.add(request)
         if matcher is not None:
@@ -190,8 +202,9 @@ class EngineCore:
             raise  # what a signal handler of the application's has raised stays what it is
 
     def shutdown(self) -> None:
-        """End the engine; later calls raise EngineDeadError. Its memory is free when the engine is."""
+        """End the engine and its ranks; later calls raise EngineDeadError. Its memory is free when the engine is."""
         self._death = self._death or "the engine has been shut down"
+        self.executor.shutdown()
 
     def _recompute_everything(self) -> None:
         """After a failed step nobody knows what the device has done: give up all rows and all KV, cached or not."""
@@ -217,6 +230,9 @@ class EngineCore:
                 self._take_in(plan, result, outputs, watch)
         except BaseException as error:
             if self._death is not None:
+                raise
+            if isinstance(error, EngineDeadError):  # a rank is gone
+                self._death, self._cause_of_death = str(error), error
                 raise
             with self._fatal():
                 self._recompute_everything()

@@ -65,17 +65,30 @@ class SelfAttention:
         Returns:
             Partial sums of [num_rows, hidden_size] (``PartialLinear``).
         """
-        num_tokens = x.shape[0]
+        return self.o_proj(self.attend(self.qkv_proj(x), cos_sin, kv_cache, metadata, rows, rows_metadata))
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        rows: torch.Tensor | None = None,
+        rows_metadata: Any = None,
+    ) -> torch.Tensor:
+        """What lies between the two products: [num_tokens, (query + key + value heads) * head_dim] →
+        [num_rows, num_heads * head_dim]; all else is as of ``__call__``.
+        """
         # [num_tokens, query + key + value heads, head_dim]
-        heads = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         if metadata.decodes_only and rows is None:
-            attended = self._backend.rotary_decode_attention(
+            attended: torch.Tensor = self._backend.rotary_decode_attention(
                 heads, cos_sin, kv_cache, metadata, self.num_heads, self.scale, self.qk_norm
             )
-            return self.o_proj(attended.flatten(1))
+            return attended.flatten(1)
         self._backend.rotary_embedding_and_store_kv(heads, cos_sin, kv_cache, metadata, self.num_heads, self.qk_norm)
         query = heads[:, : self.num_heads]
         if rows is not None and rows_metadata is not None:
             query, metadata, rows = query.index_select(0, rows), rows_metadata, None
         attended = self._backend.paged_attention(query, kv_cache, metadata, self.scale).flatten(1)
-        return self.o_proj(attended if rows is None else attended.index_select(0, rows))
+        return attended if rows is None else attended.index_select(0, rows)

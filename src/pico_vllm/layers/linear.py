@@ -12,20 +12,23 @@ if TYPE_CHECKING:
 
 
 class Linear:
-    """y = x W^T + b."""
+    """y = x W^T + b. Column-parallel: a rank's rows of W give its own columns of y."""
 
     def __init__(self, weight: LinearWeight, backend: KernelBackend) -> None:
         self.weight = weight
         self._linear = backend.linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, in_features] → [num_tokens, out_features]."""
-        y: torch.Tensor = self._linear(x, self.weight)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[num_tokens, in_features] → [num_tokens, out_features]; into ``out``, if it is there."""
+        y: torch.Tensor = self._linear(x, self.weight) if out is None else self._linear(x, self.weight, out)
         return y
 
 
 class PartialLinear:
-    """y = x W^T + b as partial sums, whose sum over ranks and splits the next norm takes."""
+    """y = x W^T + b as partial sums, whose sum over ranks and splits the next norm takes.
+
+    Row-parallel: a rank has the columns of W that its own columns of x meet, and the bias if it is rank 0.
+    """
 
     def __init__(self, weight: LinearWeight, backend: KernelBackend) -> None:
         self.weight = weight
@@ -38,7 +41,10 @@ class PartialLinear:
 
 
 class GatedLinear:
-    """y = silu(x G^T) * (x U^T), G the first and U the second half of the weight's rows."""
+    """y = silu(x G^T) * (x U^T), G the first and U the second half of the weight's rows.
+
+    Column-parallel: a rank has the same rows of G and of U.
+    """
 
     def __init__(self, weight: LinearWeight, backend: KernelBackend) -> None:
         self.weight = weight

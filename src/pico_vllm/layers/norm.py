@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
@@ -18,7 +20,8 @@ class RMSNorm:
         self.weight = weight  # [hidden_size]
         self.eps = eps
         self._rms_norm = backend.rms_norm
-        self._group = group
+        self._reduce_add_rms_norm = group.reduce_add_rms_norm
+        self._start_reduce_add_rms_norm = group.start_reduce_add_rms_norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape, normalised."""
@@ -27,4 +30,10 @@ class RMSNorm:
 
     def add(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reduce ``partial`` over the ranks, add it to ``residual``, normalise: (normalised, new residual)."""
-        return self._group.reduce_add_rms_norm(partial, residual, self.weight, self.eps)
+        return self._reduce_add_rms_norm(partial, residual, self.weight, self.eps)
+
+    def start_add(
+        self, partial: torch.Tensor, residual: torch.Tensor
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Begin to ``add``; what it gives is what the returned function gives, which may be called after other work."""
+        return self._start_reduce_add_rms_norm(partial, residual, self.weight, self.eps)

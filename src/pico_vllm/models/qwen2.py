@@ -38,7 +38,10 @@ _T = TypeVar("_T", torch.Tensor, LinearWeight)
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What the layers of one index are made of: its parameters, the configuration, the backend and the group."""
+    """What the layers of one index are made of: its parameters, the configuration, the backend and the group.
+
+    The configuration is that of one rank (``Shard.model_config``), the parameters are its shards.
+    """
 
     config: ModelConfig
     index: int
@@ -129,7 +132,15 @@ class Qwen2DecoderLayer:
 
 
 class Qwen2ForCausalLM:
-    """The whole model."""
+    """The whole model, or one rank's share of it.
+
+    Args:
+        config: of one rank (``Shard.model_config``).
+        parameters: its shards.
+        max_model_len: positions a sequence may have.
+        backend: the ops.
+        group: what makes the ranks one; it has the last word on everything that is split.
+    """
 
     layer_class = Qwen2DecoderLayer
 
@@ -145,7 +156,7 @@ class Qwen2ForCausalLM:
         self.config = config
         self._backend = backend
         embedding = _get(parameters, "embed_tokens", torch.Tensor)
-        self.embed_tokens = VocabEmbedding(embedding, backend)
+        self.embed_tokens = VocabEmbedding(embedding, group)
         self.rotary_emb = RotaryEmbedding(
             config.rope, config.head_dim, max_model_len, embedding.dtype, embedding.device
         )
@@ -153,7 +164,7 @@ class Qwen2ForCausalLM:
             self.layer_class(LayerParts(config, i, parameters, backend, group)) for i in range(config.num_hidden_layers)
         ]
         self.norm = RMSNorm(_get(parameters, "norm", torch.Tensor), config.rms_norm_eps, backend, group)
-        self.lm_head = LMHead(_get(parameters, "lm_head", LinearWeight), backend, group)
+        self.lm_head = LMHead(_get(parameters, "lm_head", LinearWeight), group)
 
     def __call__(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
         """Run one step; writes the new tokens' K and V into ``kv_caches``.
@@ -169,22 +180,7 @@ class Qwen2ForCausalLM:
 
     def hidden_rows(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
         """``__call__`` without the lm_head: [num_rows, hidden_size], normalised, of the wanted tokens."""
-        kv_shape = KVCacheShape(num_kv_heads=self.config.num_key_value_heads, block_size=kv_caches[0].shape[3])
-        metadata = self._backend.prepare_attention(
-            AttentionInputs(
-                slot_mapping=batch.slot_mapping,
-                block_tables=batch.block_tables,
-                query_start_loc=batch.query_start_loc,
-                seq_lens=batch.seq_lens,
-                num_decode_reqs=batch.num_decode_reqs,
-                max_query_len=batch.max_query_len,
-                max_seq_len=batch.max_seq_len,
-                prefill_seq_len=batch.prefill_seq_len,
-                decodes_only=batch.decodes_only,
-                decode_order=batch.decode_order,
-            ),
-            kv_shape,
-        )
+        metadata, wanted_metadata = self.attention_metadata(batch, kv_caches)
         cos_sin = self.rotary_emb(batch.positions)
         residual = self.embed_tokens(batch.input_ids)
         x = self.layers[0].input_layernorm(residual)
@@ -192,10 +188,28 @@ class Qwen2ForCausalLM:
             partial, residual = layer(x, residual, cos_sin, kv_cache, metadata)
             x, residual = next_layer.input_layernorm.add(partial, residual)
         # Of the last layer nobody reads a row that isn't wanted, but for its K and V: 1/28 of a prompt.
-        wanted = batch.logits_indices, self._metadata_of_wanted(batch, kv_shape)
+        wanted = batch.logits_indices, wanted_metadata
         partial, residual = self.layers[-1](x, residual, cos_sin, kv_caches[-1], metadata, *wanted)
         x, _ = self.norm.add(partial, residual)
         return x
+
+    def attention_metadata(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """Of the backend for a step: of all its tokens, and of the wanted ones alone if those are few (else None)."""
+        kv_shape = KVCacheShape(num_kv_heads=self.config.num_key_value_heads, block_size=kv_caches[0].shape[3])
+        inputs = AttentionInputs(
+            slot_mapping=batch.slot_mapping,
+            block_tables=batch.block_tables,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            num_decode_reqs=batch.num_decode_reqs,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            prefill_seq_len=batch.prefill_seq_len,
+            decodes_only=batch.decodes_only,
+            decode_order=batch.decode_order,
+        )
+        metadata = self._backend.prepare_attention(inputs, kv_shape)
+        return metadata, self._metadata_of_wanted(batch, kv_shape)
 
     def _metadata_of_wanted(self, batch: ForwardBatch, kv_shape: KVCacheShape) -> Any:
         """Metadata under which each wanted token is a decode that ends at its own position; None if they are many."""
@@ -227,17 +241,21 @@ class Qwen2ForCausalLM:
 
     @classmethod
     def parameter_specs(cls, config: ModelConfig) -> list[ParameterSpec]:
-        """What the checkpoint must hold, and how it is fused: q, k, v into qkv_proj; gate and up into gate_up_proj."""
-        hidden = config.hidden_size
+        """What the checkpoint must hold, how it is fused (q, k, v; gate and up), and how it is split over ranks.
+
+        Column-parallel are qkv by heads and gate and up by features, row-parallel o and down, and embedding and lm_head
+        are split by tokens of the vocabulary.
+        """
+        hidden, vocab = config.hidden_size, config.vocab_size
         specs: list[ParameterSpec] = [
-            TensorSpec("embed_tokens", "model.embed_tokens.weight", (config.vocab_size, hidden))
+            TensorSpec("embed_tokens", "model.embed_tokens.weight", (vocab, hidden), num_units=vocab)
         ]
         for i in range(config.num_hidden_layers):
             specs += cls.layer_specs(config, f"layers.{i}", f"model.layers.{i}")
         tied_to = "embed_tokens" if config.tie_word_embeddings else None
         specs += [
             TensorSpec("norm", "model.norm.weight", (hidden,)),
-            LinearSpec("lm_head", ("lm_head",), (config.vocab_size,), hidden, tied_to=tied_to),
+            LinearSpec("lm_head", ("lm_head",), (vocab,), hidden, tied_to=tied_to, num_units=(vocab,)),
         ]
         return specs
 
@@ -245,18 +263,23 @@ class Qwen2ForCausalLM:
     def layer_specs(cls, config: ModelConfig, ours: str, theirs: str) -> list[ParameterSpec]:
         """Parameters of one layer; ``ours`` and ``theirs`` are the prefixes of its names here and in the checkpoint."""
         hidden, ffn = config.hidden_size, config.intermediate_size
-        q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        q_size, kv_size = heads * config.head_dim, kv_heads * config.head_dim
+        qkv_units, gate_up_units = (heads, kv_heads, kv_heads), (ffn, ffn)
         qkv = tuple(f"{theirs}.self_attn.{name}_proj" for name in "qkv")
         gate_up = (f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj")
         o_bias, mlp_bias = config.attention_output_bias, config.mlp_bias
         return [
             TensorSpec(f"{ours}.input_layernorm", f"{theirs}.input_layernorm.weight", (hidden,)),
-            LinearSpec(f"{ours}.qkv_proj", qkv, (q_size, kv_size, kv_size), hidden, config.qkv_bias),
-            LinearSpec(f"{ours}.o_proj", (f"{theirs}.self_attn.o_proj",), (hidden,), q_size, o_bias),
+            LinearSpec(
+                f"{ours}.qkv_proj", qkv, (q_size, kv_size, kv_size), hidden, config.qkv_bias, num_units=qkv_units
+            ),
+            LinearSpec(
+                f"{ours}.o_proj", (f"{theirs}.self_attn.o_proj",), (hidden,), q_size, o_bias, splits_inputs=True
+            ),
             TensorSpec(f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm.weight", (hidden,)),
-            LinearSpec(f"{ours}.gate_up_proj", gate_up, (ffn, ffn), hidden, mlp_bias),
-            LinearSpec(f"{ours}.down_proj", (f"{theirs}.mlp.down_proj",), (hidden,), ffn, mlp_bias),
+            LinearSpec(f"{ours}.gate_up_proj", gate_up, (ffn, ffn), hidden, mlp_bias, num_units=gate_up_units),
+            LinearSpec(f"{ours}.down_proj", (f"{theirs}.mlp.down_proj",), (hidden,), ffn, mlp_bias, splits_inputs=True),
         ]
 
 

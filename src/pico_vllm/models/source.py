@@ -81,9 +81,9 @@ class GgufCheckpoint:
         """Name and shape of every tensor, without reading one."""
         return self._file.tensor_shapes()
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor in fp32."""
-        return self._file.tensor(name)
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """One tensor or a part of it, in fp32; all of it is dequantised."""
+        return self._file.tensor(name)[part]
 
 
 class GgufSource:

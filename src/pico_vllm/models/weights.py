@@ -1,7 +1,8 @@
 """From a checkpoint to the parameters of a model: fused, checked to the last key, in the dtype and place asked for.
 
-A model declares its parameters (``TensorSpec``, ``LinearSpec``: which checkpoint tensors make which fused one). The
-loader knows files and nothing of architectures. Only safetensors are read: no pickle anywhere.
+A model declares its parameters (``TensorSpec``, ``LinearSpec``: which checkpoint tensors make which fused one, and
+how tensor parallelism splits them). The loader knows files and nothing of architectures; a rank reads its own shards
+and nothing else. Only safetensors are read: no pickle anywhere.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from pico_vllm.distributed.sharding import Shard
 from pico_vllm.errors import WeightLoadError
 from pico_vllm.kernels.linear import LinearWeight
 
@@ -34,11 +36,19 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor taken as it is (norm weights, the embedding)."""
+    """One tensor taken as it is (norm weights, the embedding).
+
+    Attributes:
+        name: of the parameter.
+        source: the checkpoint's tensor.
+        shape: of the whole.
+        num_units: the first dimension is split into so many units over the ranks; None = every rank has all of it.
+    """
 
     name: str
     source: str
     shape: tuple[int, ...]
+    num_units: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,11 @@ class LinearSpec:
         in_features: columns of all.
         bias: whether every source has one.
         tied_to: name of a TensorSpec whose matrix this is (a tied lm_head); nothing is read then.
+        num_units: column-parallel: the rows of each source are split over the ranks, so many units each (heads, say).
+        splits_inputs: row-parallel: the columns are split over the ranks, whose results are partial sums. The bias is
+            rank 0's, or it would be added once a rank.
+
+    Without either, every rank has all of it. (Columns and rows of the parallel layers' names are those of W^T.)
     """
 
     name: str
@@ -60,6 +75,8 @@ class LinearSpec:
     in_features: int
     bias: bool = False
     tied_to: str | None = None
+    num_units: tuple[int, ...] | None = None
+    splits_inputs: bool = False
 
 
 ParameterSpec = TensorSpec | LinearSpec
@@ -67,7 +84,7 @@ ParameterSpec = TensorSpec | LinearSpec
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlace:
-    """Where and how parameters are kept.
+    """Where and how parameters are kept, and which part of them.
 
     ``pack_linear`` is the backend's; it is called as soon as a matrix is complete, so that at most one exists twice.
     """
@@ -75,6 +92,7 @@ class ParameterPlace:
     dtype: torch.dtype
     device: torch.device
     pack_linear: PackLinear
+    shard: Shard = field(default_factory=Shard)
 
 
 class Checkpoint(Protocol):
@@ -84,8 +102,8 @@ class Checkpoint(Protocol):
         """Name and shape of every tensor, without reading one."""
         ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU, in the dtype it was saved in."""
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """One tensor or a part of it (a slice for each of its first dimensions), on the CPU, in its saved dtype."""
         ...
 
 
@@ -124,9 +142,10 @@ class SafetensorsCheckpoint:
         """Name and shape of every tensor, without reading one."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU, in the dtype it was saved in."""
-        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """One tensor or a part of it, of which no more is read, on the CPU, in the dtype it was saved in."""
+        file = self._file_of[name]
+        tensor: torch.Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
         return tensor
 
     def _files(self) -> dict[Path, set[str] | None]:
@@ -166,6 +185,35 @@ def _weight_map(index_path: Path) -> dict[str, str]:
 
 
 # -------------------------------------------------------------------------------------------------------- loading
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What a rank takes of one checkpoint tensor.
+
+    Attributes:
+        source: its name.
+        num_rows: of the whole tensor.
+        rows: [start, end) of the rank.
+        columns: [start, end) of the rank; None = all, or the tensor has none.
+    """
+
+    source: str
+    num_rows: int
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None = None
+
+    @property
+    def part(self) -> tuple[slice, ...]:
+        """The slices; () = the whole tensor."""
+        rows = slice(*self.rows)
+        if self.columns is not None:
+            return rows, slice(*self.columns)
+        return () if self.rows == (0, self.num_rows) else (rows,)
+
+
+#: Makes one parameter of its pieces, given the lengths of its other dimensions.
+_Read = Callable[[Sequence[_Piece], tuple[int, ...]], torch.Tensor]
+
+
 def load_parameters(
     specs: Sequence[ParameterSpec],
     checkpoint: Checkpoint,
@@ -173,12 +221,12 @@ def load_parameters(
     *,
     progress: Progress | None = None,
 ) -> Parameters:
-    """Read every parameter straight into its fused place.
+    """Read every parameter, or the rank's shard of it, straight into its fused place.
 
     Args:
         specs: what the model wants.
         checkpoint: where it comes from; every tensor in it must be wanted, and every wanted one be in it.
-        place: dtype, device and layout of the result.
+        place: dtype, device, layout and shard of the result.
         progress: called with (parameters read, parameters in all).
 
     Raises:
@@ -186,18 +234,19 @@ def load_parameters(
     """
     _check_names_and_shapes(specs, checkpoint.shapes())
 
-    def read(sources: Sequence[str], shape: Sequence[int]) -> torch.Tensor:
-        fused = torch.empty(tuple(shape), dtype=place.dtype, device=place.device)
+    def read(pieces: Sequence[_Piece], width: tuple[int, ...]) -> torch.Tensor:
+        num_rows = sum(piece.rows[1] - piece.rows[0] for piece in pieces)
+        fused = torch.empty((num_rows, *_width_of(pieces, width)), dtype=place.dtype, device=place.device)
         row = 0
-        for source in sources:
-            tensor = checkpoint.read(source)
+        for piece in pieces:
+            tensor = checkpoint.read(piece.source, piece.part)
             if tensor.dtype not in _SAVED_DTYPES:
-                raise WeightLoadError(f"{source} is saved as {tensor.dtype}; quantised weights are not read")
+                raise WeightLoadError(f"{piece.source} is saved as {tensor.dtype}; quantised weights are not read")
             fused[row : row + tensor.shape[0]].copy_(tensor)
             row += tensor.shape[0]
         return fused
 
-    return _assemble(specs, read, place.pack_linear, progress)
+    return _assemble(specs, read, place, progress)
 
 
 def dummy_parameters(
@@ -209,42 +258,71 @@ def dummy_parameters(
 ) -> Parameters:
     """Seeded random parameters: distinct storage for each, so that timing reads as much memory as a real model.
 
-    Matrices are normal with standard deviation 0.02, norm weights 1 + normal * 0.1, biases normal * 0.02.
+    Matrices are normal with standard deviation 0.02, norm weights 1 + normal * 0.1, biases normal * 0.02. Each is made
+    as a whole, of which the rank keeps its shard: together all ranks have the same model as one.
     """
     generator = torch.Generator(device=place.device).manual_seed(seed)
 
-    def read(sources: Sequence[str], shape: Sequence[int]) -> torch.Tensor:
-        values = torch.empty(tuple(shape), dtype=torch.float32, device=place.device).normal_(generator=generator)
-        is_norm = sources[0].endswith("norm.weight")
-        return (1 + 0.1 * values if is_norm else _DUMMY_STD * values).to(place.dtype)
+    def read(pieces: Sequence[_Piece], width: tuple[int, ...]) -> torch.Tensor:
+        shape = (sum(piece.num_rows for piece in pieces), *width)
+        values = torch.empty(shape, dtype=torch.float32, device=place.device).normal_(generator=generator)
+        is_norm = pieces[0].source.endswith("norm.weight")
+        whole = (1 + 0.1 * values if is_norm else _DUMMY_STD * values).to(place.dtype)
+        if not any(piece.part for piece in pieces):
+            return whole
+        each = whole.split([piece.num_rows for piece in pieces])
+        return torch.cat([tensor[piece.part] for tensor, piece in zip(each, pieces, strict=True)])
 
-    return _assemble(specs, read, place.pack_linear, progress)
+    return _assemble(specs, read, place, progress)
 
 
 def _assemble(
-    specs: Sequence[ParameterSpec],
-    read: Callable[[Sequence[str], Sequence[int]], torch.Tensor],
-    pack_linear: PackLinear,
-    progress: Progress | None,
+    specs: Sequence[ParameterSpec], read: _Read, place: ParameterPlace, progress: Progress | None
 ) -> Parameters:
     parameters: Parameters = {}
     for done, spec in enumerate(specs):
         if progress is not None:
             progress(done, len(specs))
         if isinstance(spec, TensorSpec):
-            parameters[spec.name] = read([spec.source], spec.shape)
+            piece = _piece(spec.source, spec.shape[0], spec.num_units, place.shard)
+            parameters[spec.name] = read([piece], spec.shape[1:])
         elif spec.tied_to is not None:
             tied = parameters[spec.tied_to]
             assert isinstance(tied, torch.Tensor)
-            parameters[spec.name] = pack_linear(tied, None)
+            parameters[spec.name] = place.pack_linear(tied, None)
         else:
-            rows = sum(spec.out_features)
-            weight = read([f"{source}.weight" for source in spec.sources], (rows, spec.in_features))
-            bias = read([f"{source}.bias" for source in spec.sources], (rows,)) if spec.bias else None
-            parameters[spec.name] = pack_linear(weight, bias)
+            parameters[spec.name] = _linear(spec, read, place)
     if progress is not None:
         progress(len(specs), len(specs))
     return parameters
+
+
+def _linear(spec: LinearSpec, read: _Read, place: ParameterPlace) -> LinearWeight:
+    shard = place.shard
+    num_units = spec.num_units or (None,) * len(spec.sources)
+    sizes = list(zip(spec.sources, spec.out_features, num_units, strict=True))
+    columns = shard.rows(spec.in_features, spec.in_features) if spec.splits_inputs and shard.size > 1 else None
+    weight_pieces = [_piece(f"{source}.weight", rows, units, shard, columns) for source, rows, units in sizes]
+    weight = read(weight_pieces, (spec.in_features,))
+    bias = None
+    if spec.bias:
+        bias = read([_piece(f"{source}.bias", rows, units, shard) for source, rows, units in sizes], ())
+        if spec.splits_inputs and shard.rank > 0:
+            bias = None
+    return place.pack_linear(weight, bias)
+
+
+def _piece(
+    source: str, num_rows: int, num_units: int | None, shard: Shard, columns: tuple[int, int] | None = None
+) -> _Piece:
+    rows = (0, num_rows) if num_units is None else shard.rows(num_rows, num_units)
+    return _Piece(source, num_rows, rows, columns)
+
+
+def _width_of(pieces: Sequence[_Piece], width: tuple[int, ...]) -> tuple[int, ...]:
+    """The other dimensions of a shard, given those of the whole."""
+    columns = pieces[0].columns
+    return width if columns is None else (columns[1] - columns[0],)
 
 
 def _expected_shapes(specs: Iterable[ParameterSpec]) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,9 @@ Steps mix chunks and decodes of many requests: the scheduler's plan says which r
 put back together by position. What follows the attention of the last layer has rows of the wanted tokens only: of those
 that were sampled from, then of those whose prompt logprobs were asked for. Nothing in the engine knows that it is
 watched.
+
+Of several ranks this one is watched: what is split (``points_of_rank``) has its columns only. What all ranks make
+together is taken where it is used next: the vectors of tokens where they are normalised, logits where they are sampled.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class EngineTaps:
         self._keys_of_wanted = {point.key for point in points if point.is_of_wanted}
         self._layer = -1
         self._step: dict[str, torch.Tensor] = {}
+        self._prompt_logits: list[torch.Tensor] = []
         #: {request: {point: {position: row}}}; a position that is computed again (preemption) is overwritten.
         self._rows: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
         self._sampled: dict[str, set[int]] = {}
@@ -75,13 +79,9 @@ class EngineTaps:
         if handler is not None:
             handler(args, result)
 
-    def _tap_embedding(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
-        self._keep("embed_tokens", result)
-
     def _tap_linear(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
         name = self._name_of[id(args[1])]
         if name == "lm_head":
-            self._keep_logits(result)
             return
         self._layer = int(name.split(".")[1])
         self._keep(name, result)
@@ -97,6 +97,7 @@ class EngineTaps:
         self._keep(f"layers.{self._layer}.activation", result)
 
     def _tap_rms_norm(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        self._keep("embed_tokens", args[0])
         self._keep(self._name_of[id(args[1])], result)
 
     def _tap_add_rms_norm(self, args: tuple[Any, ...], result: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -130,12 +131,14 @@ class EngineTaps:
         self._keep(f"layers.{self._layer}.query", again[:, :num_heads])
         self._keep(f"layers.{self._layer}.attention", result)
 
-    def _keep_logits(self, rows: torch.Tensor) -> None:
-        """Those of sampled rows come first, then those of wanted prompt positions, a few at a time."""
-        first = self._step.get("logits")
-        self._keep("logits", rows)
-        if first is not None:
-            self._step["logits"] = torch.cat((first, self._step["logits"]))
+    def _tap_logprobs(self, args: tuple[Any, ...], result: Any) -> None:
+        """Logits of wanted prompt positions, a few at a time; those of sampled rows come after their choice."""
+        if "logits" not in self._step:
+            self._prompt_logits.append(args[0])
+
+    def _tap_greedy(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        self._keep("logits", torch.cat((args[0], *self._prompt_logits)))
+        self._prompt_logits = []
 
     def _keep(self, key: str, rows: torch.Tensor) -> None:
         self._step[key] = rows.flatten(1).to("cpu", copy=True)

@@ -7,6 +7,11 @@ first point that differs names the op to look at.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pico_vllm.config import ModelConfig
+    from pico_vllm.distributed.sharding import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +67,32 @@ def points_of(num_layers: int) -> list[Point]:
             is_of_wanted = layer == num_layers - 1 and name not in _MADE_OF_EVERY_TOKEN
             points.append(Point(layer, name, fused_op, is_of_wanted))
     return [*points, Point(None, "norm", "add_rms_norm", True), Point(None, "logits", "linear", True)]
+
+
+def points_of_rank(config: ModelConfig, shard: Shard) -> dict[Point, list[tuple[int, int]] | None]:
+    """The points at which one rank can be compared, and the columns [start, end) of them that it has; None = all.
+
+    A product whose result is a partial sum cannot be compared by itself; what it is added to can. With one rank there
+    is no such product, and every point is whole.
+    """
+    if shard.size == 1:
+        return dict.fromkeys(points_of(config.num_hidden_layers))
+    heads, kv_heads, ffn = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    q_size, kv_size = heads * config.head_dim, kv_heads * config.head_dim
+    query, key = shard.rows(q_size, heads), shard.rows(kv_size, kv_heads)
+    features = shard.units(ffn)
+    columns = {
+        "qkv_proj": [query, _moved(key, q_size), _moved(key, q_size + kv_size)],
+        "query": [query],
+        "key": [key],
+        "value": [key],
+        "attention": [query],
+        "gate_up_proj": [features, _moved(features, ffn)],
+        "activation": [features],
+    }
+    points = [point for point in points_of(config.num_hidden_layers) if point.op != "partial_linear"]
+    return {point: columns.get(point.name) for point in points}
+
+
+def _moved(interval: tuple[int, int], offset: int) -> tuple[int, int]:
+    return interval[0] + offset, interval[1] + offset

@@ -14,7 +14,7 @@ from pico_vllm.engine.core_client import core_in_this_process
 from pico_vllm.errors import ConfigError
 from pico_vllm.oracle.comparison import ErrorSum, PointError, first_failure
 from pico_vllm.oracle.engine_taps import EngineTaps
-from pico_vllm.oracle.points import points_of
+from pico_vllm.oracle.points import points_of_rank
 from pico_vllm.oracle.transformers_taps import TransformersTaps
 from pico_vllm.sampling_params import SamplingParams
 
@@ -114,7 +114,8 @@ def verify(
     """Compare an engine, as it is configured, with transformers.
 
     The requests run together, so steps mix chunks and decodes when the engine's token budget is small. transformers
-    then sees the engine's own tokens, so one near-tie does not hide what follows it.
+    then sees the engine's own tokens, so one near-tie does not hide what follows it. Of several ranks rank 0 is
+    compared, column by column where it has a part; what the others add shows wherever all are reduced to one.
 
     Args:
         engine: idle; its weights come from a checkpoint.
@@ -143,31 +144,39 @@ def verify(
     with engine.source.hf_directory() as directory:
         truth_model = TransformersTaps(directory, torch.float32, runner.device)
         peer_model = None if dtype == torch.float32 else TransformersTaps(directory, dtype, runner.device)
-    points = points_of(engine.model_config.num_hidden_layers)
-    sums = {point.key: ErrorSum(point, dtype) for point in points}
+    points = points_of_rank(engine.model_config, runner.group.shard)
+    sums = {point.key: (ErrorSum(point, dtype), columns) for point, columns in points.items()}
     chosen: list[tuple[torch.Tensor, torch.Tensor]] = []  # (true logits, our tokens) of each sequence
     for request_id, token_ids in sequences.items():
         truth = truth_model.run(token_ids[:-1])
         theirs = None if peer_model is None else peer_model.run(token_ids[:-1])
         ours, positions = taps.taps(request_id), taps.positions(request_id)
-        for key, error_sum in sums.items():
+        for key, (error_sum, columns) in sums.items():
             rows = positions[key]
-            error_sum.add(ours[key], truth[key][rows], None if theirs is None else theirs[key][rows])
+            true, peer = (None if each is None else _part(each[key][rows], columns) for each in (truth, theirs))
+            assert true is not None
+            error_sum.add(ours[key], true, peer)
         sampled = taps.sampled_positions(request_id)
         chosen.append((truth["logits"][sampled], torch.tensor(token_ids)[[p + 1 for p in sampled]]))
-    errors = [error_sum.result() for error_sum in sums.values()]
+    errors = [error_sum.result() for error_sum, _ in sums.values()]
     settings = {
         "model": str(engine.source.path.name),
         "architecture": engine.model_config.architecture,
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(runner.device),
         "backend": runner.backend.name,
+        "tensor_parallel_size": runner.group.shard.size,
         "block_size": engine.config.cache.block_size,
         "max_num_batched_tokens": runner.max_num_batched_tokens,
         "prompt_lengths": [len(prompt) for prompt in prompts],
         "num_new_tokens": num_new_tokens,
     }
     return Verification(errors, _check_tokens(chosen, dtype, errors[-1].rms), settings)
+
+
+def _part(rows: torch.Tensor, columns: list[tuple[int, int]] | None) -> torch.Tensor:
+    """These columns of the rows, one interval after the other; None = all."""
+    return rows if columns is None else torch.cat([rows[:, start:end] for start, end in columns], dim=1)
 
 
 def _random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from pico_vllm.engine.core_client import core_in_this_process
+from pico_vllm.models.overlapped import OverlappedModel
 from pico_vllm.profiling.op_costs import op_cost, op_label
 from pico_vllm.profiling.trace import LAYER, OP, PHASE, STEP
 
@@ -127,7 +128,10 @@ def _replace_model(runner: ModelRunner, mark: Mark, log: RangeLog, patches: _Pat
     model, sampler = runner._model, runner._sampler  # made just now: nobody else has them
     for name, value in before.items():
         setattr(runner, name, value)
-    model.layers = cast(Any, [_RangedLayer(layer, mark, f"{LAYER}{i}") for i, layer in enumerate(model.layers)])
+    # A model that runs in tiles has the layers in another; of a step in two tiles it calls their parts, so the layers of
+    # that step have no ranges.
+    holder = model.model if isinstance(model, OverlappedModel) else model
+    holder.layers = cast(Any, [_RangedLayer(layer, mark, f"{LAYER}{i}") for i, layer in enumerate(holder.layers)])
     patches.set(runner, "_model", model)
     patches.set(runner, "_sampler", sampler)
     if not runner.uses_cuda_graphs:  # a runner replays only while it has the backend that it has captured with

@@ -18,6 +18,7 @@ only host value that a capture depends on: kernels read lengths on the device. W
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import time
@@ -36,6 +37,7 @@ from pico_vllm.kernels.decode_inputs import DecodeInputs
 from pico_vllm.worker.mixed_inputs import MixedInputs, MixedSize, longest_first, pack_mixed, packed_length
 
 if TYPE_CHECKING:
+    from pico_vllm.models.overlapped import OverlappedModel
     from pico_vllm.models.qwen2 import Qwen2ForCausalLM
     from pico_vllm.scheduler_output import SchedulerOutput
     from pico_vllm.worker.host_ring import HostRing
@@ -151,7 +153,7 @@ class CudaGraphRunner:
 
     def __init__(
         self,
-        model: Qwen2ForCausalLM,
+        model: Qwen2ForCausalLM | OverlappedModel,
         kv_caches: Sequence[torch.Tensor],
         *,
         block_table_rows: torch.Tensor,
@@ -192,7 +194,7 @@ class CudaGraphRunner:
         # Shared by all captures: tensors of their own would take 2 GB.
         lm_head = model.lm_head
         dtype = kv_caches[0].dtype
-        self._logits = torch.empty(max_seqs, lm_head.weight.out_features, dtype=dtype, device=device)
+        self._logits = torch.empty(max_seqs, model.config.vocab_size, dtype=dtype, device=device)
         record = Capturing() if record is None else record
         shallow, shallow_caches = model.outermost_layers(kv_caches)
 
@@ -385,6 +387,12 @@ class CudaGraphRunner:
         )
 
 
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where all engines of this process capture: libraries keep memory for every stream that they have seen."""
+    return torch.cuda.Stream(device)
+
+
 class Capturing:
     """A Recorder that captures CUDA graphs, all in one memory pool.
 
@@ -410,7 +418,8 @@ class Capturing:
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which empties the allocator's cache before each capture.
         with no_garbage_collection(), torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+            # Another thread's calls (NCCL's watchdog looks at events) are none of the capture's business.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 results = run()
             finally:

@@ -23,12 +23,20 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
 
 
 def resolve_num_blocks(
-    cache: CacheConfig, model: ModelConfig, *, dtype: torch.dtype, max_useful_blocks: int, memory: MemoryBudget | None
+    cache: CacheConfig,
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    max_useful_blocks: int,
+    memory: MemoryBudget | None,
+    num_ranks: int = 1,
 ) -> int:
     """Number of blocks from the override, or from the memory budget.
 
     Args:
+        model: of one rank.
         memory: what has been measured to be left of a GPU; None on a CPU, or where ``cache`` names a number.
+        num_ranks: that share the memory of a CPU.
         max_useful_blocks: what all sequences at full length would need; more is never allocated.
 
     Raises:
@@ -39,7 +47,7 @@ def resolve_num_blocks(
     one_block = block_bytes(model, cache.block_size, dtype)
     budget = cache.kv_cache_memory_bytes
     if budget is None:
-        budget = _cpu_budget() if memory is None else memory.kv_cache
+        budget = _cpu_budget() // num_ranks if memory is None else memory.kv_cache
     if budget < one_block:
         raise ConfigError(
             f"the KV cache budget of {budget:,} bytes holds no block ({one_block:,} bytes a block of "

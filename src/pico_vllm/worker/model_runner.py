@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from pico_vllm.config import MIN_COMPUTE_CAPABILITY, triton_is_interpreted
-from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
+from pico_vllm.distributed.tensor_parallel import SingleRank
 from pico_vllm.errors import ConfigError, DeviceOutOfMemoryError
 from pico_vllm.kernels.backend import CPU, REFERENCE, KernelBackend
+from pico_vllm.models.overlapped import OverlappedModel
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import ParameterPlace, dummy_parameters, load_parameters
 from pico_vllm.scheduler_output import ModelRunnerOutput
-from pico_vllm.worker.cuda_graph import Capturing, CudaGraphRunner, ForwardOutput, launch_shallow
+from pico_vllm.worker.cuda_graph import Capturing, CudaGraphRunner, ForwardOutput, capture_stream, launch_shallow
 from pico_vllm.worker.device_time import DeviceTime
 from pico_vllm.worker.host_ring import HostRing
 from pico_vllm.worker.input_builder import InputBuilder
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pico_vllm.config import EngineConfig, ModelConfig
+    from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Parameters, Progress
     from pico_vllm.scheduler_output import GrammarMasks, MeasuredSteps, SchedulerOutput
@@ -65,6 +67,8 @@ class ModelRunner:
         source: where its checkpoint is.
         max_model_len: positions a sequence may have.
         progress: called with (parameters loaded, parameters in all).
+        device: of this rank; None = what the configuration says.
+        new_group: makes the group of the ranks around a backend's ops.
 
     Raises:
         ConfigError: the device, backend, dtype or memory asked for is not there.
@@ -79,21 +83,31 @@ class ModelRunner:
         *,
         max_model_len: int,
         progress: Progress | None = None,
+        device: torch.device | None = None,
+        new_group: Callable[[KernelBackend], TensorParallelGroup] = SingleRank,
     ) -> None:
         start = time.perf_counter()
         #: Seconds of the phases of the start: weights, compile, memory, captures, times.
         self.start_s: dict[str, float] = {}
         self.model_config = model_config
-        self.device = resolve_device(config.device)
+        self.device = resolve_device(config.device) if device is None else device
         if self.device.type == "cuda":  # Triton launches on the current device
             torch.cuda.set_device(self.device)
         self.dtype = _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
         self._max_model_len = max_model_len
         backend = resolve_backend(config.backend, self.device)
+        self._new_group = new_group
+        #: This rank and the others.
+        self.group = new_group(backend)
+        shard = self.group.shard
         on_gpu = self.device.type == "cuda"
         compiles = on_gpu and backend.name == "triton"
         #: New tokens of a step at most; what memory is kept for.
         self.max_num_batched_tokens = config.scheduler.token_bound(max_model_len, fast_prompts=compiles)
+        self.group.reserve(self.max_num_batched_tokens, model_config.hidden_size, self.dtype)
+        #: Of the smallest device: all ranks cut their steps in the same place.
+        self._num_sms = -int(self.group.largest(-_num_sms(self.device))) if on_gpu else None
+        self._graphs: CudaGraphRunner | None = None
         with self._timed("weights"), self._preparing() if compiles else nullcontext():
             self.parameters = self._load_parameters(config, source, backend, progress)
             self.set_backend(backend)
@@ -104,10 +118,11 @@ class ModelRunner:
         self._ring = HostRing(self.device, config.scheduler.max_num_seqs)
         self._new_rows = partial(InputBuilder, *rows, self._ring)
         self._rows = self._new_rows()
-        self._capture_stream = torch.cuda.Stream(self.device) if on_gpu else None
+        self._capture_stream = capture_stream(self.device) if on_gpu else None
         probe = StartProbe(
             self._model,
             backend,
+            group=self.group,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=max_model_len,
@@ -122,15 +137,17 @@ class ModelRunner:
         with self._timed("memory"):
             if on_gpu and config.cache.is_sized_by_share:
                 self.memory = self._plan_memory(config, probe, CudaMemoryMeter(self.device))
-        self.num_blocks = resolve_num_blocks(
+        num_blocks = resolve_num_blocks(
             config.cache,
-            model_config,
+            self._rank_config,
             dtype=self.dtype,
             max_useful_blocks=config.scheduler.max_num_seqs * max_blocks_per_seq,
             memory=self.memory,
+            num_ranks=shard.size,
         )
+        #: Of the KV cache: what the rank with the least memory has room for.
+        self.num_blocks = -int(self.group.largest(-num_blocks))
         self.kv_caches = self._new_caches(self.num_blocks, block_size)
-        self._graphs: CudaGraphRunner | None = None
         with self._timed("captures"):
             if self._captures(config):
                 self._graphs = self._capture(config, self.kv_caches, Capturing(self._capture_stream))
@@ -148,6 +165,11 @@ class ModelRunner:
             model_config.architecture, self.device, self.dtype, self.backend.name, self.num_blocks, block_size,
             time.perf_counter() - start,
         )  # fmt: skip
+
+    @property
+    def _rank_config(self) -> ModelConfig:
+        """The model as its layers see it on one rank."""
+        return self.group.shard.model_config(self.model_config)
 
     @property
     def num_rows(self) -> int:
@@ -168,16 +190,26 @@ class ModelRunner:
         """Run with other ops from the next step on; parameters and KV cache stay. For recording and bisecting.
 
         What the prefix cache keeps was computed by the ops before: reset it where the new ones compute something else.
+
+        Raises:
+            ConfigError: other ranks replay captured passes, and this one would not.
         """
+        if self._graphs is not None and self.group.shard.size > 1 and backend is not self._captured_backend:
+            raise ConfigError(
+                f"the ops of one of {self.group.shard.size} ranks cannot be swapped while the others replay captured "
+                "passes: use enforce_eager=True"
+            )
         self.backend = backend
-        self._model = model_class(self.model_config.architecture)(
-            self.model_config,
-            self.parameters,
-            max_model_len=self._max_model_len,
-            backend=backend,
-            group=TensorParallelGroup(backend),
+        group = self._new_group(backend)
+        model = model_class(self.model_config.architecture)(
+            self._rank_config, self.parameters, max_model_len=self._max_model_len, backend=backend, group=group
         )
+        self._model = OverlappedModel(model, self._num_sms) if group.overlaps else model
         self._sampler = Sampler(backend)
+
+    def drop_graphs(self) -> None:
+        """Free what was captured, as soon as no step replays it; later steps run eagerly."""
+        self._graphs = None
 
     def reset(self) -> None:
         """Forget every request, in whatever state a failed step has left its row, and every step in flight."""
@@ -261,7 +293,7 @@ class ModelRunner:
 
     def _new_caches(self, num_blocks: int, block_size: int) -> list[torch.Tensor]:
         return allocate_kv_caches(
-            self.model_config, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
+            self._rank_config, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
         )
 
     @contextmanager
@@ -416,11 +448,15 @@ class ModelRunner:
         self, config: EngineConfig, source: ModelSource, backend: KernelBackend, progress: Progress | None
     ) -> Parameters:
         specs = model_class(self.model_config.architecture).parameter_specs(self.model_config)
-        place = ParameterPlace(self.dtype, self.device, backend.pack_linear)
+        place = ParameterPlace(self.dtype, self.device, backend.pack_linear, self.group.shard)
         if config.load_format == "dummy":
             return dummy_parameters(specs, place, seed=config.seed, progress=progress)
         with source.open_checkpoint() as checkpoint:
             return load_parameters(specs, checkpoint, place, progress=progress)
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _naming_memory_errors(
@@ -438,8 +474,12 @@ def _naming_memory_errors(
     raise DeviceOutOfMemoryError(message)
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """Find the device; "auto" is a GPU where torch sees one, else the CPU.
+
+    Args:
+        name: as the configuration has it.
+        local_rank: of those on this host; each takes the next GPU.
 
     Raises:
         ConfigError: a GPU is asked for that torch doesn't see, or something that is neither a GPU nor the CPU.
@@ -454,9 +494,11 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device={name!r} must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device={name!r}: torch sees {count} GPU(s) here; use device='cpu'")
-        device = torch.device("cuda", device.index or 0)
+        index = (device.index or 0) + local_rank
+        if index >= count:
+            of_rank = f", and rank {local_rank} needs cuda:{index}" if local_rank else ""
+            raise ConfigError(f"device={name!r}: torch sees {count} GPU(s) here{of_rank}; use device='cpu'")
+        device = torch.device("cuda", index)
     return device
 
 

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import tiny_models
+from pico_vllm.bench.commands import _with_ranks
 from pico_vllm.bench.engines.engine import EngineOptions, StreamingEngine
 from pico_vllm.bench.engines.loading import EngineSpec, EngineUnavailableError, load_engine, parse_engine_spec
 from pico_vllm.bench.workloads import Workload, WorkloadRequest
@@ -454,3 +455,15 @@ def test_sglang_is_driven_on_its_own_loop(monkeypatch):
     assert traces[0].counts == [1, 2, 1, 2]
     assert engine.run_offline(burst(3, 2))[1] == 5
     engine.close()
+
+
+def test_ranks_are_for_our_own_engine_and_its_spec_has_the_last_word():
+    specs = [parse_engine_spec(text) for text in ("pico-vllm", 'pico-vllm@one={"tensor_parallel_size": 1}', "vllm")]
+    assert _with_ranks(specs, None) == specs
+    assert [spec.extra for spec in _with_ranks(specs, 2)] == [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 1},
+        {},
+    ]
+    with pytest.raises(ConfigError, match="--tp=2 is for pico-vllm"):
+        _with_ranks(specs[2:], 2)

@@ -29,7 +29,6 @@ from pico_vllm.engine.core_messages import (
     decode_to_core,
     encode,
     encode_request,
-    options_of,
     output_of,
     step_of,
 )
@@ -260,15 +259,16 @@ OPTIONS = {
     "max_model_len": 50,
     "enable_chunked_prefill": False,
     "async_scheduling": True,
-    "tensor_parallel_size": 1,
+    "tensor_parallel_size": 3,
+    "async_tensor_parallel": False,
 }
 
 
 def test_a_configuration_comes_back_with_every_option():
-    assert options_of(EngineConfig.from_options(**OPTIONS)) == OPTIONS
+    assert EngineConfig.from_options(**OPTIONS).to_options() == OPTIONS
     start = decode_to_core(encode(Start(OPTIONS, 20, 1)))
     assert EngineConfig.from_options(**start.options) == EngineConfig.from_options(**OPTIONS)
-    assert EngineConfig.from_options(**options_of(EngineConfig())) == EngineConfig()
+    assert EngineConfig.from_options(**EngineConfig().to_options()) == EngineConfig()
 
 
 # --------------------------------------------------------------------------------------------------- start errors

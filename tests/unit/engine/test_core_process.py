@@ -369,7 +369,7 @@ def test_other_threads_may_add_and_abort_while_one_waits_in_step(llm, expected):
         adder.join()
     core.abort("long")
     loop.join()
-    del results["long"]
+    results.pop("long", None)  # not there if it was aborted before its first token
     assert results == expected
 
 

@@ -155,7 +155,7 @@ def test_generation_ends_at_max_model_len(checkpoint):
         ({"blok_size": 16}, ["block_size"]),
         ({"max_model_len": 512}, ["512", "256"]),
         ({"device": "cuda:77"}, ["cuda:77"]),
-        ({"tensor_parallel_size": 2}, ["tensor_parallel_size"]),
+        ({"tensor_parallel_size": 5}, ["tensor_parallel_size=5", "sizes that do: "]),
         ({"enable_prefix_caching": 1}, ["enable_prefix_caching"]),
         ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 10}, ["kv_cache_memory_bytes"]),
     ],

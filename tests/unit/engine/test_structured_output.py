@@ -60,6 +60,9 @@ class RandomExecutor:
         self.forced = {}  # request id -> ids to return whatever the mask says
         self.steps = []
 
+    def check_request(self, params):
+        pass
+
     def execute(self, plan, make_masks=None):
         pending = self.start(plan)
         self.sample(pending, None if make_masks is None else make_masks())
@@ -101,7 +104,7 @@ class Core:
         source = find_model(str(directory))
         self.model_config = source.model_config()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_core, "UniProcExecutor", RandomExecutor)
+            patch.setattr(engine_core, "start_executor", RandomExecutor)
             self.core = engine_core.EngineCore(config, self.model_config, source)
         self.executor = self.core.executor
         self.manager = self.core.structured_output

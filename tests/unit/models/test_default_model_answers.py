@@ -49,6 +49,18 @@ def test_greedy_tokens_and_logits_equal_transformers(default_model_dir, runs, in
     assert_same_tokens(run.token_ids, theirs.argmax(-1).tolist(), theirs)
 
 
+def test_three_ranks_say_what_one_says(default_model_dir, runs):
+    """9 query heads and 3 KV heads: the default model splits into three, and into nothing else."""
+    llm = LLM(dtype="float32", tensor_parallel_size=3, **OPTIONS)
+    try:
+        split = run_with_logits(llm, [prompt for prompt, _ in runs], greedy(8))
+    finally:
+        llm.engine.shutdown()
+    for ours, (_, whole) in zip(split, runs, strict=True):
+        assert_close_logprobs(ours.logits, whole.logits[:8])
+        assert_same_tokens(ours.token_ids, whole.token_ids[:8], whole.logits[:8])
+
+
 def test_the_whole_path_from_text_to_text_equals_transformers(default_model_dir, llm, runs):
     """Their tokenizer, their generate and their decoding, against ours."""
     import transformers

@@ -231,9 +231,9 @@ class WatchedCheckpoint:
     def shapes(self):
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def read(self, name):
+    def read(self, name, part=()):
         self.read_names.append(name)
-        return self._tensors[name]
+        return self._tensors[name][part]
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "mis-shaped"])

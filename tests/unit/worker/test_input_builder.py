@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 import torch
 
@@ -129,14 +130,14 @@ def test_a_new_request_may_start_behind_cached_tokens():
 
 @pytest.mark.parametrize(("slots_start", "slots"), [(0, [37, 38]), (6, [-1, 38]), (7, [-1, -1]), (9, [-1, -1])])
 def test_positions_whose_kv_is_cached_are_stored_nowhere(slots_start, slots):
-    cached = dataclasses.replace(new("a", [16, 17], [5, 9], computed=5, prompt=7), slots_start=slots_start)
+    cached = msgspec.structs.replace(new("a", [16, 17], [5, 9], computed=5, prompt=7), slots_start=slots_start)
     batch, _ = make_builder().build(step(new("b", [1, 2, 3], [2]), cached, new("c", [4], [3])))
     assert batch.slot_mapping.tolist() == [8, 9, 10, *slots, 12]
     assert batch.positions.tolist() == [0, 1, 2, 5, 6, 0]
 
 
 def test_a_recomputed_last_token_rides_with_the_decodes_and_is_stored_nowhere():
-    cached = dataclasses.replace(new("a", [16], [5, 9], computed=7, prompt=8), slots_start=8)
+    cached = msgspec.structs.replace(new("a", [16], [5, 9], computed=7, prompt=8), slots_start=8)
     builder = make_builder()
     batch, sampling = builder.build(step(cached, decodes=1))
     assert (batch.slot_mapping.tolist(), batch.seq_lens.tolist()) == ([-1], [8])

@@ -67,7 +67,7 @@ def make_probe(runner, backend=None, **limits):
     defaults = {"max_num_seqs": 16, "max_num_batched_tokens": 100, "max_model_len": 64, "block_size": 16}
     backend = backend or runner.backend
     runner.set_backend(backend)
-    return StartProbe(runner._model, backend, device=runner.device, **(defaults | limits))
+    return StartProbe(runner._model, backend, group=runner.group, device=runner.device, **(defaults | limits))
 
 
 def captures(runner, kv_caches, record, *, trial=False):
