@@ -128,8 +128,8 @@ def _replace_model(runner: ModelRunner, mark: Mark, log: RangeLog, patches: _Pat
     model, sampler = runner._model, runner._sampler  # made just now: nobody else has them
     for name, value in before.items():
         setattr(runner, name, value)
-    # A model that runs in tiles has the layers in another; of a step in two tiles it calls their parts, so the layers of
-    # that step have no ranges.
+    # A model that runs in tiles has the layers in another; in two tiles it calls their parts, and the layers of such a
+    # step have no ranges.
     holder = model.model if isinstance(model, OverlappedModel) else model
     holder.layers = cast(Any, [_RangedLayer(layer, mark, f"{LAYER}{i}") for i, layer in enumerate(holder.layers)])
     patches.set(runner, "_model", model)
