@@ -8,6 +8,7 @@ PICO_REQUIRE_GPU=1 and PICO_REQUIRE_MODEL=1 turn "skipped: no GPU, no model" int
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import os
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +27,7 @@ import nox
 ROOT = Path(__file__).parent
 DEV_ENV = ROOT / ".nox" / "dev"
 CONSTRAINTS = "ci/constraints-cpu.txt"
+BASELINES = ROOT / "benchmarks" / "baselines"
 
 UNIT_TESTS = "not model and not tokenizer and not multiprocess and not slow"
 MIN_COVERED_PERCENT = 90
@@ -304,3 +307,39 @@ def bench(session: nox.Session) -> None:
     require_gpus(session, 1)
     folder = session.posargs[0] if session.posargs else "bench-results"
     run_python(session, "-m", "pico_vllm", "bench", "suite", "--preset", "gpu", "--out", folder)
+
+
+@nox.session(venv_backend="none", requires=REQUIRES if "cpu" in sys.argv else GPU_REQUIRES, default=False)
+def bench_gate(session: nox.Session) -> None:
+    """A preset's points and the kernels against this hardware's baseline: -- [--preset gpu | cpu] [--out FOLDER]."""
+    parser = argparse.ArgumentParser(prog="nox -s bench_gate --")
+    parser.add_argument("--preset", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--out", type=Path, default=ROOT / ".nox" / "bench-gate" / time.strftime("%Y%m%d-%H%M%S"))
+    options = parser.parse_args(session.posargs)
+    if options.preset == "gpu":
+        require_gpus(session, 1)
+        gate_run(session, measure_for_gate(session, "gpu", options.out / "run"), BASELINES)
+        return
+    # No two hosts of CI are alike, so the baseline is made here, of the same code: what fails is a false alarm.
+    runs = [measure_for_gate(session, "cpu-gate", options.out / name) for name in ("first", "second", "third")]
+    baseline = options.out / "baseline.json"
+    files = [str(path) for run in runs[:2] for path in run]
+    run_python(session, "-m", "pico_vllm", "bench", "baseline", *files, "--out", str(baseline))
+    gate_run(session, runs[2], baseline)
+
+
+def measure_for_gate(session: nox.Session, preset: str, folder: Path) -> tuple[Path, Path]:
+    """One run: records of the preset and of the kernels, on a CPU with one thread: two wait for each other."""
+    env = {} if preset == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
+    one_thread = {} if preset == "gpu" else {"OMP_NUM_THREADS": "1"}
+    kernels = folder / "kernels.json"
+    run_python(session, "-m", "pico_vllm", "bench", "suite", "--preset", preset, "--out", str(folder), env=env)
+    pytest = ("-m", "pytest", "benchmarks/kernels", "-q", "--benchmark-json", str(kernels))
+    run_python(session, *pytest, env={**env, **one_thread})
+    return folder / f"{preset}.jsonl", kernels
+
+
+def gate_run(session: nox.Session, run: tuple[Path, Path], baseline: Path) -> None:
+    """Fail with a table where something is slower."""
+    files = [str(path) for path in run]
+    run_python(session, "-m", "pico_vllm", "bench", "gate", *files, "--baseline", str(baseline))

@@ -1,4 +1,4 @@
-"""``pico-vllm bench run | suite | compare | kernels | start | workload | prefix``.
+"""``pico-vllm bench run | suite | compare | kernels | start | workload | prefix``; ``gate_commands`` has the others.
 
 Parses and prints; everything else is the package's. Heavy imports wait for the command that needs them.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pico_vllm.bench import gate_commands
 from pico_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ _OF_KINDS = {
 EXIT_WRONG_OUTPUT = 2  # an engine's outputs are wrong, or a row failed; the rest was measured
 
 app = typer.Typer(help="Measure engines side by side, on one clock, after checking that their outputs are right.")
+app.command()(gate_commands.gate)
+app.command()(gate_commands.baseline)
 
 
 @app.command()
@@ -132,7 +135,7 @@ def run(
 
 @app.command()
 def suite(
-    preset: Annotated[str, typer.Option(help="cpu, seed or gpu.")],
+    preset: Annotated[str, typer.Option(help="cpu, cpu-gate, seed or gpu.")],
     out: Annotated[Path, typer.Option(help="Folder for JSONL, CSV, Markdown and PNG.")],
     engines: Annotated[list[str] | None, typer.Option("--engine", help=ENGINE_HELP)] = None,
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,

@@ -58,13 +58,13 @@ def _time_on_stream(rotation: Rotation, budget: Budget) -> Timing:
     call_s = events_s(rotation.take(1))  # of a launch from Python: an upper bound
     try:
         num_calls = calls_per_replay(call_s, len(rotation.calls), rotation.max_calls)
-        graph = _capture(rotation.take(num_calls), len(rotation.calls))
+        graph = capture(rotation.take(num_calls), len(rotation.calls))
         call_s = _replay_s(graph, rotation, 2)[-1] / num_calls
         wanted = calls_per_replay(call_s, len(rotation.calls), rotation.max_calls)
         if wanted > num_calls:
             graph.reset()
             num_calls = wanted
-            graph = _capture(rotation.take(num_calls), len(rotation.calls))
+            graph = capture(rotation.take(num_calls), len(rotation.calls))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # something else that a graph can't hold
@@ -105,7 +105,7 @@ def events_s(calls: Sequence[Call]) -> float:
     return start.elapsed_time(end) * 1e-3
 
 
-def _capture(calls: list[Call], num_sets: int) -> torch.cuda.CUDAGraph:
+def capture(calls: list[Call], num_sets: int) -> torch.cuda.CUDAGraph:
     """Capture the calls on the current stream.
 
     The results of the last ``num_sets`` calls are kept, so outputs rotate through memory as inputs do. The context

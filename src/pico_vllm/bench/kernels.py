@@ -102,6 +102,48 @@ def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
     return distance / size
 
 
+def mismatch(
+    case: KernelCase, bind: Callable[[Tensors], BoundCall], inputs: Tensors, oracle: tuple[torch.Tensor, ...]
+) -> str | None:
+    """How a call on a copy of the inputs differs from the oracle; None if it doesn't."""
+    call = bind(case.another(inputs, 0))
+    if any(tensor.is_cuda for tensor in inputs.values()):
+        torch.cuda.synchronize()  # a kernel that is launched early may read weights at once
+    outputs = case.compared(call())
+    for number, (actual, truth) in enumerate(zip(outputs, oracle, strict=True)):
+        where = f"output {number}: " if len(oracle) > 1 else ""
+        if actual.shape != truth.shape:
+            return f"{where}shape {tuple(actual.shape)}, not {tuple(truth.shape)}"
+        if case.exact or not actual.is_floating_point():
+            different = int((actual.to(truth) != truth).sum())
+            if different:
+                return f"{where}{different} of {truth.numel()} elements differ"
+        elif (error := relative_error(actual, truth)) > (bound := MAX_RELATIVE_ERROR[actual.dtype]):
+            return f"{where}relative error {error:.2g} > {bound:.2g}"
+    return None
+
+
+def make_rotation(
+    case: KernelCase, bind: Callable[[Tensors], BoundCall], inputs: Tensors, *, cache_bytes: int, memory_bytes: int
+) -> Rotation:
+    """A case bound to as many equal sets of inputs as overrun the cache and fit the memory (``num_sets``)."""
+    set_bytes = sum(tensor.nbytes for tensor in inputs.values())
+    count = num_sets(case.cost.num_bytes, set_bytes, cache_bytes=cache_bytes, memory_bytes=memory_bytes)
+    pristine = {name: inputs[name].clone() for name in case.changed}
+    calls: list[BoundCall] = []
+    changed: list[tuple[torch.Tensor, torch.Tensor]] = []  # (of a set, what it was)
+    for index in range(count):
+        tensors = case.another(inputs, index)
+        calls.append(bind(tensors))
+        changed += [(tensors[name], pristine[name]) for name in case.changed]
+
+    def restore() -> None:
+        for tensor, original in changed:
+            tensor.copy_(original)
+
+    return Rotation(calls, restore if changed else None)
+
+
 def _choose(ops: Sequence[KernelOp], only: Collection[str] | None) -> list[KernelOp]:
     names = {op.name for op in ops}
     if only is not None and (unknown := set(only) - names):
@@ -170,7 +212,7 @@ class _KernelBench:
         try:
             inputs = case.make(self._device)
             oracle = case.expected(inputs)
-            if problem := _mismatch(case, bind, inputs, oracle):
+            if problem := mismatch(case, bind, inputs, oracle):
                 return self._row(op, case.name, **cost, error=problem)
             timing, rotated = self._time(case, bind, inputs)
             baseline_name, baseline_s = self._time_baselines(case, inputs, oracle)
@@ -182,28 +224,12 @@ class _KernelBench:
 
     def _time(self, case: KernelCase, bind: Callable[[Tensors], BoundCall], inputs: Tensors) -> tuple[Timing, bool]:
         """(timing, whether the sets overran the cache)."""
-        set_bytes = sum(tensor.nbytes for tensor in inputs.values())
-        count = num_sets(
-            case.cost.num_bytes, set_bytes, cache_bytes=self._cache_bytes, memory_bytes=self._memory_bytes()
-        )
-        pristine = {name: inputs[name].clone() for name in case.changed}
-        calls: list[BoundCall] = []
-        changed: list[tuple[torch.Tensor, torch.Tensor]] = []  # (of a set, what it was)
-        for index in range(count):
-            tensors = case.another(inputs, index)
-            calls.append(bind(tensors))
-            changed += [(tensors[name], pristine[name]) for name in case.changed]
-
-        def restore() -> None:
-            for tensor, original in changed:
-                tensor.copy_(original)
-
-        rotation = Rotation(calls, restore if changed else None)
+        rotation = make_rotation(case, bind, inputs, cache_bytes=self._cache_bytes, memory_bytes=self._memory_bytes())
         if self._device.type == "cuda":
             timing = time_on_cuda(rotation, self._device, self._budget)
         else:
             timing = time_on_host(rotation, self._budget)
-        return timing, count * case.cost.num_bytes > 2 * self._cache_bytes
+        return timing, len(rotation.calls) * case.cost.num_bytes > 2 * self._cache_bytes
 
     def _time_baselines(
         self, case: KernelCase, inputs: Tensors, oracle: tuple[torch.Tensor, ...]
@@ -212,7 +238,7 @@ class _KernelBench:
         fastest: tuple[str | None, float | None] = (None, None)
         for baseline in case.baselines:
             try:
-                if problem := _mismatch(case, baseline.bind, inputs, oracle):
+                if problem := mismatch(case, baseline.bind, inputs, oracle):
                     logger.debug("torch's %s is no baseline here: %s", baseline.name, problem)
                     continue
                 timing, _ = self._time(case, baseline.bind, inputs)
@@ -228,27 +254,6 @@ class _KernelBench:
             return _CPU_MEMORY_BYTES
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(free * _GPU_MEMORY_SHARE)
-
-
-def _mismatch(
-    case: KernelCase, bind: Callable[[Tensors], BoundCall], inputs: Tensors, oracle: tuple[torch.Tensor, ...]
-) -> str | None:
-    """How a call on a copy of the inputs differs from the oracle; None if it doesn't."""
-    call = bind(case.another(inputs, 0))
-    if any(tensor.is_cuda for tensor in inputs.values()):
-        torch.cuda.synchronize()  # a kernel that is launched early may read weights at once
-    outputs = case.compared(call())
-    for number, (actual, truth) in enumerate(zip(outputs, oracle, strict=True)):
-        where = f"output {number}: " if len(oracle) > 1 else ""
-        if actual.shape != truth.shape:
-            return f"{where}shape {tuple(actual.shape)}, not {tuple(truth.shape)}"
-        if case.exact or not actual.is_floating_point():
-            different = int((actual.to(truth) != truth).sum())
-            if different:
-                return f"{where}{different} of {truth.numel()} elements differ"
-        elif (error := relative_error(actual, truth)) > (bound := MAX_RELATIVE_ERROR[actual.dtype]):
-            return f"{where}relative error {error:.2g} > {bound:.2g}"
-    return None
 
 
 def _device_name(device: torch.device) -> str:

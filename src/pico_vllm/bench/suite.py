@@ -62,6 +62,18 @@ PRESETS: dict[str, Preset] = {
         with_prefix_caching=False,
         kernel_shape="smollm2-135m",
     ),
+    "cpu-gate": Preset(
+        what="the regression gate's points for 2 cores, default model, seconds each",
+        model=None,
+        engines=("pico-vllm",),
+        points=("c1", "sweep"),
+        options=lambda vocab_size: PointOptions(
+            vocab_size, inputs=(32, 128), outputs=(8,), concurrencies=(4,), input_len=32, output_len=8
+        ),
+        num_runs=5,
+        with_prefix_caching=False,
+        kernel_shape=None,
+    ),
     "seed": Preset(
         what="prompts of 64-8192 and answers of 16-1024 tokens one at a time, TTFT, prefix cache off and on",
         model="random:qwen2.5-1.5b",
