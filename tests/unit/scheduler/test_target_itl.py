@@ -183,6 +183,17 @@ def test_a_step_with_cut_prompts_fills_a_captured_size():
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 2, "d": 5}  # whole prompts are not cut
 
 
+def test_decodes_behind_a_cut_prompt_count_towards_the_captured_size():
+    scheduler = make(1000, max_num_batched_tokens=20, step_sizes=(8, 16))
+    a = add(scheduler, a=50)
+    next_shares(scheduler)  # a: 20 of 50
+    add(scheduler, b=4)
+    a.num_inflight_tokens += 30  # say the rest of it is on the device
+    assert next_shares(scheduler) == {"b": 4}
+    a.num_inflight_tokens -= 30
+    assert next_shares(scheduler) == {"b": 1, "a": 15}  # of 19
+
+
 @pytest.mark.parametrize(("options", "max_backlog"), [({}, 400), ({"target_itl_ms": 8}, None)])
 def test_only_the_default_target_gives_way_to_a_backlog(options, max_backlog):
     """Of four full steps; a target that was asked for is kept."""
