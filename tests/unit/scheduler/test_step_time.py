@@ -71,6 +71,11 @@ def test_noise_never_makes_more_sequences_cheaper():
     assert StepTimeModel.from_measured(measured, 0.0).decode_s == ((1, 2.0), (8, 2.0), (16, 3.0))
 
 
+def test_a_step_of_milliseconds_stays_one():
+    measured = MeasuredSteps(decode_s=((1, 0.002), (8, 0.003)), prompt_tokens=1, prompt_s=1.0)
+    assert StepTimeModel.from_measured(measured, 0.0).decode_s == ((1, 0.002), (8, 0.003))
+
+
 def test_prompts_share_the_seconds_that_decodes_leave():
     allowance = TargetITL(102.0, FREE_ATTENTION, min_chunk_tokens=3).allowance(4)
     assert allowance.tokens(0) == 200
@@ -111,6 +116,7 @@ def test_a_target_may_grow_with_what_the_decodes_take():
         (8, 119, 119),  # nothing fits below
         (8, 300, 248),  # 256
         (64, 560, 448),  # 512
+        (64, 100, 64),  # 128 leaves the least chunk exactly
         (250, 260, 260),  # 256 would leave 6 tokens
         (300, 900, 900),  # no size is as large: 512 leaves 212
         (8, 5, 5),

@@ -133,6 +133,21 @@ def test_a_prompt_under_way_leaves_the_decodes_behind_it_their_tokens():
     assert next_shares(scheduler) == {"b": 1, "a": 9}
 
 
+def test_a_decode_behind_prompts_that_have_had_their_share_gets_its_token():
+    scheduler = make(1000, max_num_batched_tokens=10)
+    a = add(scheduler, a=30)
+    next_shares(scheduler)  # a: 10 of 30
+    a.num_inflight_tokens += 20  # say the rest of it is on the device, and so with b
+    b = add(scheduler, b=30)
+    next_shares(scheduler)
+    b.num_inflight_tokens += 20
+    add(scheduler, c=4)
+    assert next_shares(scheduler) == {"c": 4}
+    a.num_inflight_tokens -= 20
+    b.num_inflight_tokens -= 20
+    assert next_shares(scheduler) == {"c": 1, "a": 9}
+
+
 def test_when_the_last_decode_has_ended_prompts_fill_the_step_again():
     scheduler = make(5)
     add(scheduler, a=5, max_tokens=2)
@@ -173,6 +188,12 @@ def test_a_prompt_that_may_not_be_cut_knows_no_target():
     assert next_shares(scheduler) == {"a": 1, "b": 60}
 
 
+def test_a_prompt_that_may_not_be_cut_takes_exactly_what_is_left():
+    scheduler = make(5, enable_chunked_prefill=False, max_num_batched_tokens=256)
+    add(scheduler, a=56, b=200)
+    assert next_shares(scheduler) == {"a": 56, "b": 200}
+
+
 def test_a_step_with_cut_prompts_fills_a_captured_size():
     scheduler = make(20, step_sizes=(8, 16))
     add(scheduler, a=5, b=6)
@@ -181,6 +202,17 @@ def test_a_step_with_cut_prompts_fills_a_captured_size():
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 14}  # of 18
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 14}
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 2, "d": 5}  # whole prompts are not cut
+
+
+def test_decodes_behind_a_cut_prompt_count_towards_the_captured_size():
+    scheduler = make(1000, max_num_batched_tokens=20, step_sizes=(8, 16))
+    a = add(scheduler, a=50)
+    next_shares(scheduler)  # a: 20 of 50
+    add(scheduler, b=4)
+    a.num_inflight_tokens += 30  # say the rest of it is on the device
+    assert next_shares(scheduler) == {"b": 4}
+    a.num_inflight_tokens -= 30
+    assert next_shares(scheduler) == {"b": 1, "a": 15}  # of 19
 
 
 @pytest.mark.parametrize(("options", "max_backlog"), [({}, 400), ({"target_itl_ms": 8}, None)])
