@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import spawn
 from pico_vllm.distributed.communicator import NcclCommunicator, connect
 from pico_vllm.distributed.rendezvous import LOOPBACK, file_store
 from pico_vllm.distributed.sharding import Shard
-from pico_vllm.distributed.symmetric_memory import MAX_FEW_ROWS
+from pico_vllm.distributed.symmetric_memory import MAX_FEW_ROWS, _SymmetricMemory
 from pico_vllm.environment import collect_environment
 from pico_vllm.kernels.all_reduce_triton import all_reduce_add_rms_norm_triton
 from pico_vllm.kernels.triton_backend import TRITON
@@ -133,7 +133,6 @@ def one_shot(
     rows: list[dict[str, Any]], communicator: NcclCommunicator, hidden_size: int, device: torch.device
 ) -> None:
     """Torch's kernel, for the sizes that it is meant for."""
-    symmetric_memory: Any = torch._C._distributed_c10d._SymmetricMemory  # type: ignore[attr-defined]
     symmetric: Any = communicator.symmetric
     name = symmetric.group_name
     for row in rows:
@@ -141,12 +140,15 @@ def one_shot(
             break
         try:
             shape = (row["rows"] * hidden_size,)
-            x: Any = symmetric_memory.empty_strided_p2p(shape, (1,), torch.bfloat16, device)
-            symmetric_memory.rendezvous(x, name)
+            x: Any = _SymmetricMemory.empty_strided_p2p(shape, (1,), torch.bfloat16, device)
+            _SymmetricMemory.rendezvous(x, name)
             x.fill_(1.0)
             torch.cuda.synchronize()
             communicator.largest(0.0)
-            run = lambda i, x=x: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name)  # noqa: E731
+
+            def run(_: int, x: torch.Tensor = x) -> torch.Tensor:
+                return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name)
+
             row["torch_one_shot"] = round(communicator.largest(seconds(run, 1, communicator)) * 1e6, 2)
         except RuntimeError as error:
             row["torch_one_shot"] = str(error).splitlines()[0]

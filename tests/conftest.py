@@ -60,6 +60,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Of torch's, here and so in each rank that a test starts: several ranks share two cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
 def exact_fp32_products() -> Iterator[None]:
     """TF32 would round fp32 inputs to 10 bits, and make tokens depend on the composition of a batch."""
     import torch

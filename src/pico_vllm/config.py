@@ -531,9 +531,8 @@ class EngineConfig:
     def to_options(self) -> dict[str, Any]:
         """The flat options that ``from_options`` makes this configuration from."""
         options: dict[str, Any] = {}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            options |= dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {item.name: value}  # type: ignore[arg-type]
+        for name, value in dataclasses.asdict(self).items():
+            options |= value if isinstance(value, dict) else {name: value}
         return options
 
 

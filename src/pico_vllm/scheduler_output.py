@@ -8,7 +8,7 @@ keeps a device row a request, so only what is new is sent.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pico_vllm.outputs import TokenLogprobs
+
+
+def plain_value(value: Any) -> Any:
+    """For msgpack: numbers and texts that only derive from Python's own, numpy's float64 for one.
+
+    Raises:
+        TypeError: anything else.
+    """
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
 
 
 class NewRequestData(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -4,7 +4,6 @@ import functools
 import sys
 
 import pytest
-import torch
 
 import tiny_models
 from engine_runs import greedy, make_llm, with_graphs
@@ -16,6 +15,8 @@ from pico_vllm.worker import cuda_graph
 if not RUNS_TRITON:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("exact_fp32_products")
+
 OPTIONS = {"backend": "triton", "device": TRITON_DEVICE}
 
 
@@ -24,15 +25,6 @@ def checkpoint(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     tiny_models.save_tiny_model(tiny_models.MODELS[request.param], directory)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def exact_fp32_products():
-    """TF32 would round fp32 inputs to 10 bits: not what this compares."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -20,6 +20,7 @@ from pico_vllm.kv_cache import CacheStats
 from pico_vllm.outputs import EngineCoreOutput, TokenLogprobs
 from pico_vllm.request import FinishReason, Request
 from pico_vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from pico_vllm.scheduler_output import plain_value
 
 #: Raised whenever a message changes its meaning or its fields.
 PROTOCOL_VERSION = 3
@@ -154,15 +155,7 @@ ToCore = Start | AddRequest | Abort | ResetPrefixCache | Shutdown
 FromCore = Hello | Progress | Ready | Failed | AddReply | ResetReply | StepOutputs
 
 
-def _plain(value: Any) -> Any:
-    """Numbers and texts that only derive from Python's own, numpy's float64 for one."""
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain_value)
 _to_core_decoder = msgspec.msgpack.Decoder(ToCore)
 _from_core_decoder = msgspec.msgpack.Decoder(FromCore)
 

@@ -99,7 +99,7 @@ class _CompileMode(triton.AsyncCompileMode):
 
     executor: _Compilers
 
-    def submit(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def submit(  # pyright: ignore[reportIncompatibleMethodOverride] (Triton 3.6 gives no cleanup function)
         self, key: str, compile_fn: Any, finalize_fn: Any, *cleanup_fn: Any
     ) -> Any:
         """Compile, unless the same is being compiled."""
@@ -119,6 +119,7 @@ class _Compilers(ThreadPoolExecutor):
         self._loading: list[Future[Any]] = []
         self._missing: list[tuple[int, Callable[[], Any], Future[Any]]] = []
 
+    # Triton passes no arguments along.
     def submit(self, fn: Callable[[], Any], /) -> Future[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load in a thread, now or when it has been compiled."""
         if is_cached(self.next_key):

@@ -61,7 +61,7 @@ def choose_cut(num_tokens: int, products: tuple[Product, ...], row_bytes: int, n
         return sum(product.seconds(tokens, num_sms) for product in products)
 
     third = num_tokens // (3 * TILE_TOKENS) * TILE_TOKENS
-    cuts = [cut for cut in range(max(third, TILE_TOKENS), num_tokens - third, TILE_TOKENS) if cut < num_tokens]
+    cuts = range(max(third, TILE_TOKENS), num_tokens - third, TILE_TOKENS)
     if not cuts:
         return None
     best = min(cuts, key=lambda cut: (seconds(cut) + seconds(num_tokens - cut), abs(2 * cut - num_tokens)))

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pico_vllm.scheduler_output import GrammarMasks, SchedulerOutput
+from pico_vllm.scheduler_output import GrammarMasks, SchedulerOutput, plain_value
 
 #: Raised whenever a message changes its meaning or its fields: those of a plan count, too.
 PROTOCOL_VERSION = 1
@@ -108,15 +108,7 @@ ToRank = Build | StartStep | SampleStep | Reset | Shutdown
 FromRank = Hello | Joining | Ready | Failed
 
 
-def _plain(value: Any) -> Any:
-    """Numbers and texts that only derive from Python's own, numpy's float64 for one."""
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain_value)
 _to_rank_decoder = msgspec.msgpack.Decoder(ToRank)
 _from_rank_decoder = msgspec.msgpack.Decoder(FromRank)
 

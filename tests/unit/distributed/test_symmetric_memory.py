@@ -26,7 +26,7 @@ def test_ranks_whose_processes_have_counted_differently_find_each_other():
     for counts in ((0, 0), (6, 0)):
         store = torch.distributed.HashStore()
         with ThreadPoolExecutor(2) as threads:
-            results = list(threads.map(lambda rank: exchange(store, rank, counts[rank]), (0, 1)))  # noqa: B023
+            results = list(threads.map(exchange, (store, store), (0, 1), counts))
         assert results == [[f"{1 - rank} in round {i}" for i in range(3)] for rank in (0, 1)]
 
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import tiny_models
+from child_processes import NOTICED_S, assert_end, is_running
 from engine_runs import greedy, make_llm
 from pico_vllm import SamplingParams
 from pico_vllm.engine.core_client import ProcessCoreClient, core_in_this_process
@@ -28,8 +29,6 @@ from pico_vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.multiprocess
 
-# A hang is a failure. How long it takes (0.1 to 0.3 s) is nothing to test on a machine that others use too.
-NOTICED_S = 20.0
 WATCHDOG_S = 60.0
 BLOCK_SIZE, NUM_BLOCKS = 8, 64
 # Long prompts run in chunks of 32 tokens, and of eight requests four wait.
@@ -124,20 +123,6 @@ def expected(in_process):
     results = collect(core)
     assert [len(results[f"r{i}"][0]) for i in range(8)] == [20] * 8
     return results
-
-
-def is_running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def assert_ends(pid):
-    deadline = time.monotonic() + NOTICED_S
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} still runs"
-        time.sleep(0.01)
 
 
 # --------------------------------------------------------------------------------------------------- same results
@@ -441,7 +426,7 @@ def test_an_error_in_a_step_reaches_the_front_end_with_its_traceback(checkpoint,
     assert "Traceback (most recent call last)" in str(death.value)
     assert "core_process.py" in str(death.value)
     assert_dead(there, "IndexError")
-    assert_ends(there.pid)
+    assert_end(there.pid)
 
 
 # ------------------------------------------------------------------------------------------------------ the start
@@ -600,7 +585,7 @@ def test_ctrl_c_is_the_front_ends_business_and_no_orphan_is_left_when_it_is_kill
     finally:
         script.process.kill()
         script.process.wait()
-    assert_ends(core_pid)
+    assert_end(core_pid)
     assert list((tmp_path / "tmp").iterdir()) == []
     assert '"hello"' in script.process.stderr.read()
 
@@ -609,5 +594,5 @@ def test_an_exception_in_the_front_end_ends_the_core(checkpoint, tmp_path):
     script = Script(FAILS, checkpoint, tmp_path)
     core_pid = script.line()["pid"]
     assert script.process.wait(20) == 1
-    assert_ends(core_pid)
+    assert_end(core_pid)
     assert "ZeroDivisionError" in script.process.stderr.read()

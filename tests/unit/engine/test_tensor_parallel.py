@@ -8,7 +8,6 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 import tiny_models
 from engine_runs import assert_close_logprobs, assert_same_tokens, greedy, make_llm, run_with_logits
@@ -17,7 +16,7 @@ from pico_vllm.errors import ConfigError, EngineDeadError, RequestError
 from pico_vllm.kernels.backend import REFERENCE
 from pico_vllm.sampling_params import StructuredOutputsParams
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("one_thread")]
 
 WATCHDOG_S = 120.0
 NUM_TOKENS = 10
@@ -45,15 +44,6 @@ SETTINGS = {
     "tp2-in-a-process": {"tensor_parallel_size": 2, "engine_core_process": True},
 }
 IN_PROCESS = [name for name in SETTINGS if name != "tp2-in-a-process"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Of torch's, here and so in each rank: four ranks share two cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -12,30 +12,20 @@ import time
 
 import psutil
 import pytest
-import torch
 
 import tiny_models
+from child_processes import NOTICED_S, assert_end, is_running
 from engine_runs import greedy, make_llm
 from pico_vllm.distributed.communicator import RankLostError
 from pico_vllm.errors import ConfigError, EngineDeadError, WeightLoadError
 from pico_vllm.worker.followers import Followers
 from pico_vllm.worker.rank_messages import RankChannel, Ready
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("one_thread")]
 
-# A hang is a failure. How long things take (well below a second) is nothing to test on a machine that others use too.
-NOTICED_S = 20.0
 SCRIPT_S = 60.0
 PROMPT = [5, 6, 7, 8]
 OPTIONS = {"tensor_parallel_size": 2, "max_num_seqs": 4, "num_gpu_blocks_override": 64}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +56,6 @@ def nothing_stays(tmp_path, monkeypatch):
 
 def children():
     return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
-
-
-def is_running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def assert_end(pids):
-    deadline = time.monotonic() + NOTICED_S
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline, f"processes {[pid for pid in pids if is_running(pid)]} still run"
-        time.sleep(0.01)
 
 
 def in_followers(work, monkeypatch, code):
@@ -200,7 +176,7 @@ def test_a_rank_that_fails_in_a_step_is_named_with_its_traceback(checkpoint, tmp
     assert time.monotonic() - start < NOTICED_S
     assert str(error.value).startswith(f"rank 1 (pid {pids[0]}) has failed: ZeroDivisionError: in step 4")
     assert "Traceback" in str(error.value)
-    assert_end(pids)
+    assert_end(*pids)
     assert_dead(llm, "in step 4")
 
 
@@ -218,7 +194,7 @@ def test_a_killed_rank_is_noticed_and_the_others_end(checkpoint, victim):
         for _ in stream:
             pass
     assert time.monotonic() - start < NOTICED_S
-    assert_end(pids)
+    assert_end(*pids)
     assert_dead(llm, "SIGKILL")
 
 
@@ -227,7 +203,7 @@ def test_a_rank_that_dies_while_nobody_asks_is_noticed_by_the_next_call(checkpoi
     assert llm.generate(PROMPT, greedy(5))[0].outputs[0].token_ids == expected
     (pid,) = llm.engine.core.executor.pids
     os.kill(pid, signal.SIGKILL)
-    assert_end([pid])
+    assert_end(pid)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         llm.generate(PROMPT, greedy(5))
 
@@ -241,7 +217,7 @@ def test_a_stuck_rank_is_ended_by_a_shutdown_from_another_thread(checkpoint):
     with pytest.raises(EngineDeadError):
         llm.generate(PROMPT, greedy(5))
     assert time.monotonic() - start < NOTICED_S
-    assert_end([pid])
+    assert_end(pid)
 
 
 def test_an_error_of_rank_0_in_a_step_ends_the_engine_with_its_traceback(checkpoint):
@@ -255,7 +231,7 @@ def test_an_error_of_rank_0_in_a_step_ends_the_engine_with_its_traceback(checkpo
     runner._model.layers[1].mlp = fail
     with pytest.raises(EngineDeadError, match="rank 0 has failed"):
         llm.generate(PROMPT, greedy(5))
-    assert_end(pids)
+    assert_end(*pids)
     assert_dead(llm, "rank 0 has failed")
 
 
@@ -273,7 +249,7 @@ def test_an_error_of_rank_0_that_comes_of_a_lost_rank_names_that_rank(checkpoint
     monkeypatch.setattr(executor.runner, "finish", fail)
     with pytest.raises(EngineDeadError, match=rf"^rank 1 \(pid {pid}\) .*SIGKILL"):
         llm.generate(PROMPT, greedy(5))
-    assert_end([pid])
+    assert_end(pid)
 
 
 def test_what_speaks_otherwise_is_no_rank():
@@ -294,7 +270,7 @@ def test_a_collected_engine_takes_its_ranks_along(checkpoint):
     llm.engine.step()
     del llm
     gc.collect()
-    assert_end(pids)
+    assert_end(*pids)
 
 
 def test_engines_follow_one_another_and_stand_side_by_side(checkpoint, expected):
@@ -372,7 +348,7 @@ def test_ctrl_c_is_rank_0s_business_and_no_orphan_is_left_when_it_is_killed_in_a
     time.sleep(0.1)
     script.kill()
     script.wait()
-    assert_end(pids)
+    assert_end(*pids)
 
 
 @pytest.mark.parametrize(("source", "code"), [(ENDS, 0), (FAILS, 1)])
@@ -380,7 +356,7 @@ def test_the_end_of_a_script_ends_its_ranks(start_script, expected, source, code
     script = start_script(source)
     pids = line(script)["pids"]
     assert script.wait(SCRIPT_S) == code
-    assert_end(pids)
+    assert_end(*pids)
     if code == 0:
         assert line(script) == {"ids": expected}
         assert script.stderr.read() == ""
