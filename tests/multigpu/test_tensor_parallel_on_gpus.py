@@ -44,6 +44,17 @@ def engine(checkpoint, **options):
     return make_llm(checkpoint, **({"device": "cuda", "max_num_seqs": 16} | options))
 
 
+def on_one_gpu(checkpoint, prompts, params):
+    """Each prompt by itself; eager, as whatever is recorded is."""
+    llm = engine(checkpoint, enforce_eager=True)
+    return [run_with_logits(llm, [prompt], param)[0] for prompt, param in zip(prompts, params, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    return on_one_gpu(checkpoint, PROMPTS, PARAMS)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -54,8 +65,7 @@ def engine(checkpoint, **options):
     ],
     ids=["graphs", "eager", "cache-chunks-preemption", "in-a-process"],
 )
-def test_two_gpus_give_what_one_gives_in_fp32(checkpoint, options):
-    expected = [run_with_logits(engine(checkpoint), [p], s)[0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
+def test_two_gpus_give_what_one_gives_in_fp32(checkpoint, expected, options):
     llm = engine(checkpoint, tensor_parallel_size=2, **options)
     for _ in range(2):  # the second time with a prefix cache, if there is one
         outputs = llm.generate(PROMPTS, PARAMS)
@@ -64,8 +74,7 @@ def test_two_gpus_give_what_one_gives_in_fp32(checkpoint, options):
     llm.engine.shutdown()
 
 
-def test_logits_are_those_of_one_gpu(checkpoint):
-    expected = [run_with_logits(engine(checkpoint), [p], s)[0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
+def test_logits_are_those_of_one_gpu(checkpoint, expected):
     # Rank 0 records its ops and replays nothing, so nor may the other.
     llm = engine(checkpoint, tensor_parallel_size=2, enforce_eager=True)
     for run, alone in zip(run_with_logits(llm, PROMPTS, PARAMS, order="staggered"), expected, strict=True):
@@ -110,7 +119,7 @@ def test_errors_in_bf16_are_those_of_one_gpu(checkpoint):
 def test_async_gives_what_sync_gives(checkpoint):
     """Steps that are cut in two, captured and not (above 2,048 tokens)."""
     prompts = [[(11 * i + 5 * j) % 290 + 2 for j in range(180 + i)] for i in range(14)]
-    expected = [run_with_logits(engine(checkpoint), [p], greedy(6))[0] for p in prompts]
+    expected = on_one_gpu(checkpoint, prompts, [greedy(6)] * len(prompts))
     for overlaps in (False, True):
         llm = engine(checkpoint, tensor_parallel_size=2, async_tensor_parallel=overlaps)
         for count in (7, 14, 6):
