@@ -392,7 +392,7 @@ def bench_gate(session: nox.Session) -> None:
     options = parser.parse_args(session.posargs)
     if options.preset == "gpu":
         require_gpus(session, 1)
-        gate_run(session, measure_for_gate(session, "gpu", options.out / "run"), BASELINES)
+        gate_run(session, measure_for_gate(session, "gpu-gate", options.out / "run"), BASELINES)
         return
     # No two hosts of CI are alike, so the baseline is made here, of the same code: what fails is a false alarm.
     runs = [measure_for_gate(session, "cpu-gate", options.out / name) for name in ("first", "second", "third")]
@@ -404,8 +404,9 @@ def bench_gate(session: nox.Session) -> None:
 
 def measure_for_gate(session: nox.Session, preset: str, folder: Path) -> tuple[Path, Path]:
     """One run: records of the preset and of the kernels, on a CPU with one thread: two wait for each other."""
-    env = {} if preset == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
-    one_thread = {} if preset == "gpu" else {"OMP_NUM_THREADS": "1"}
+    on_gpu = preset.startswith("gpu")
+    env = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    one_thread = {} if on_gpu else {"OMP_NUM_THREADS": "1"}
     kernels = folder / "kernels.json"
     run_python(session, "-m", "pico_vllm", "bench", "suite", "--preset", preset, "--out", str(folder), env=env)
     pytest = ("-m", "pytest", "benchmarks/kernels", "-q", "--benchmark-json", str(kernels))

@@ -135,7 +135,7 @@ def run(
 
 @app.command()
 def suite(
-    preset: Annotated[str, typer.Option(help="cpu, cpu-gate, seed or gpu.")],
+    preset: Annotated[str, typer.Option(help="cpu, cpu-gate, gpu-gate, seed or gpu.")],
     out: Annotated[Path, typer.Option(help="Folder for JSONL, CSV, Markdown and PNG.")],
     engines: Annotated[list[str] | None, typer.Option("--engine", help=ENGINE_HELP)] = None,
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,

@@ -74,6 +74,18 @@ PRESETS: dict[str, Preset] = {
         with_prefix_caching=False,
         kernel_shape=None,
     ),
+    "gpu-gate": Preset(
+        what="the regression gate's points on a Qwen2.5-1.5B shape: about a minute, so that a baseline has many runs",
+        model="random:qwen2.5-1.5b",
+        engines=("pico-vllm",),
+        points=("c1", "sweep"),
+        options=lambda vocab_size: PointOptions(
+            vocab_size, inputs=(64, 512, 2048, 8192), outputs=(128,), concurrencies=(8, 64, 128)
+        ),
+        num_runs=5,
+        with_prefix_caching=False,
+        kernel_shape=None,
+    ),
     "seed": Preset(
         what="prompts of 64-8192 and answers of 16-1024 tokens one at a time, TTFT, prefix cache off and on",
         model="random:qwen2.5-1.5b",
