@@ -4,7 +4,8 @@
 
 µs a sum, each of a graph of 50 with as many distinct inputs as fit, median of 10 replays, the slowest rank. "nccl": the
 sum alone; "nccl_norm": and our kernel for add and norm; "torch_one_shot": torch's kernel over symmetric memory, alone;
-"ours": all of it, and by its number of warps; above ``MAX_FEW_ROWS`` it copies, signals, waits and adds up.
+"ours": all of it, the way that is chosen for so many rows; "lines, N warps", "blocks" and "copies" are the three ways
+where they can be taken, chosen or not. --block-numbers tries other blocks (rows x powers of 2, warps).
 "most_apart": the largest difference between a number of ours and of nccl_norm.
 """
 
@@ -28,13 +29,16 @@ from torch.multiprocessing.spawn import spawn
 from pico_vllm.distributed.communicator import NcclCommunicator, connect
 from pico_vllm.distributed.rendezvous import LOOPBACK, file_store
 from pico_vllm.distributed.sharding import Shard
-from pico_vllm.distributed.symmetric_memory import MAX_FEW_ROWS, _SymmetricMemory
+from pico_vllm.distributed.symmetric_memory import MAX_FEW_ROWS, MAX_ROWS_IN_BLOCKS, _SymmetricMemory
 from pico_vllm.environment import collect_environment
-from pico_vllm.kernels.all_reduce_triton import all_reduce_add_rms_norm_triton
+from pico_vllm.kernels import all_reduce_triton
+from pico_vllm.kernels.all_reduce_triton import all_reduce_add_rms_norm_triton, block_all_reduce_add_rms_norm_triton
 from pico_vllm.kernels.triton_backend import TRITON
 
 REPEATS, REPLAYS = 50, 10
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 576, 1024, 2048, 4096, 8192)
+#: From so many rows on, blocks and copies are tried.
+MIN_ROWS_IN_BLOCKS, MIN_COPIED_ROWS = 32, 256
 EPS = 1e-6
 
 
@@ -44,25 +48,38 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--hidden-size", type=int, default=3584)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--block-numbers", type=int, nargs=2, help="of a block of rows, and of a warp of it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        spawn(measure, (args.ranks, directory, args.hidden_size, args.out), nprocs=args.ranks)
+        rest = args.ranks, directory, args.hidden_size, args.out, tuple(args.rows), args.block_numbers
+        spawn(measure, rest, nprocs=args.ranks)
 
 
-def measure(rank: int, size: int, directory: str, hidden_size: int, out: Path) -> None:
+def measure(
+    rank: int,
+    size: int,
+    directory: str,
+    hidden_size: int,
+    out: Path,
+    num_rows_each: tuple[int, ...],
+    block_numbers: tuple[int, int] | None,
+) -> None:
     """One rank's part."""
+    if block_numbers is not None:
+        all_reduce_triton._BLOCK_NUMBERS, all_reduce_triton._NUMBERS_A_WARP = block_numbers
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     communicator = connect(file_store(f"{directory}/store", size), Shard(rank, size), device, addresses=(LOOPBACK,))
     assert isinstance(communicator, NcclCommunicator)
-    communicator.reserve(max(ROWS), hidden_size, torch.bfloat16)
+    communicator.reserve(max(max(num_rows_each), MAX_ROWS_IN_BLOCKS), hidden_size, torch.bfloat16)
     symmetric = communicator.symmetric
     assert symmetric is not None, "the ranks don't reach each other's memory"
     generator = torch.Generator(device).manual_seed(rank)
     weight = torch.ones(hidden_size, dtype=torch.bfloat16, device=device)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for num_rows in ROWS:
+        for num_rows in num_rows_each:
             count = max(1, min(REPEATS, (256 << 20) // (num_rows * hidden_size * 2)))
             shape = (count, num_rows, hidden_size)
             partials = torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
@@ -87,23 +104,33 @@ def measure(rank: int, size: int, directory: str, hidden_size: int, out: Path) -
             ways: dict[str, Callable[[int], Any]] = {"nccl": nccl, "nccl_norm": nccl_norm, "ours": ours}
             if num_rows <= MAX_FEW_ROWS:
                 for num_warps in (4, 8, 16, 32):
-                    ways[f"ours, {num_warps} warps"] = lambda i, w=num_warps, p=partials, r=residual: (
+                    ways[f"lines, {num_warps} warps"] = lambda i, w=num_warps, p=partials, r=residual: (
                         all_reduce_add_rms_norm_triton(p[i], r, weight, EPS, symmetric._rows, num_warps=w)
                     )
+            if MIN_ROWS_IN_BLOCKS <= num_rows <= MAX_ROWS_IN_BLOCKS:
+                ways["blocks"] = lambda i, p=partials, r=residual: block_all_reduce_add_rms_norm_triton(
+                    p[i], r, weight, EPS, symmetric._blocks
+                )
+            if num_rows >= MIN_COPIED_ROWS:
+                ways["copies"] = lambda i, p=partials, r=residual: symmetric._sum_add_rms_norm(
+                    symmetric._send(p[i]), p[i], r, weight, EPS
+                )
             row: dict[str, Any] = {"rows": num_rows, "most_apart": (got.float() - wanted.float()).abs().max().item()}
             for name, run in ways.items():
                 row[name] = round(communicator.largest(seconds(run, count, communicator)) * 1e6, 2)
             rows.append(row)
             del partials
-        one_shot(rows, communicator, hidden_size, device)
+        if block_numbers is None:
+            one_shot(rows, communicator, hidden_size, device)
     if rank == 0:
         environment = dataclasses.asdict(collect_environment())
-        lines = [{"environment": environment, "ranks": size, "hidden_size": hidden_size}, *rows]
+        about = {"environment": environment, "ranks": size, "hidden_size": hidden_size, "block_numbers": block_numbers}
+        lines = [about, *rows]
         out.write_text("".join(json.dumps(line, default=str) + "\n" for line in lines))
         for row in rows:
             print(row)
     communicator.largest(0.0)
-    communicator.abort()
+    communicator.close()
 
 
 def seconds(run: Callable[[int], Any], count: int, communicator: NcclCommunicator) -> float:

@@ -14,7 +14,7 @@ import all_reduce_ranks
 from all_reduce_ranks import FLAGS_BYTES, Rank
 from kernel_cases import NAN, random_tensor
 from kernel_implementations import IS_INTERPRETED, TRITON_DEVICE, uninitialised_memory_is_nan
-from pico_vllm.kernels import all_reduce_triton
+from pico_vllm.kernels import all_reduce_triton, best_of_ranks_triton
 
 EPS = 1e-5
 
@@ -27,23 +27,26 @@ class Launch:
         num_rows, num_splits: of the partial; no splits = a partial in the dtype.
         normalises: and adds to the residual stream; else it is the plain sum.
         late_ranks: those that sleep between sending and looking.
+        in_blocks: how rows travel.
     """
 
     num_rows: int
     num_splits: int
     normalises: bool
     late_ranks: tuple[int, ...] = ()
+    in_blocks: bool = False
 
 
-def mixed_launches(*, pauses: bool = False) -> list[Launch]:
-    """20 launches of 1 to 5 rows (often 1: the same row every time), of all kinds."""
+def mixed_launches(*, pauses: bool = False, in_blocks: bool = False) -> list[Launch]:
+    """20 launches of 1 to 5 rows (often 1: the same row every time), of all kinds; of up to 11 in blocks."""
     chosen = random.Random(0)
     return [
         Launch(
-            num_rows=chosen.choice((1, 1, 1, 2, 3, 5)),
-            num_splits=chosen.choice((0, 0, 1, 3)),
+            num_rows=chosen.choice((1, 1, 2, 5, 8, 11) if in_blocks else (1, 1, 1, 2, 3, 5)),
+            num_splits=0 if in_blocks else chosen.choice((0, 0, 1, 3)),
             normalises=chosen.random() < 0.75,
             late_ranks=(i // 3 % 2,) if pauses else (),
+            in_blocks=in_blocks,
         )
         for i in range(20)
     ]
@@ -77,13 +80,16 @@ def run_launches(rank: Rank, launches: list[Launch], hidden: int, dtype: torch.d
         if rank.rank in launch.late_ranks:
             all_reduce_ranks.pause_before_poll_s = 0.02
         with uninitialised_memory_is_nan():
-            if launch.normalises:
-                y, summed = all_reduce_triton.all_reduce_add_rms_norm_triton(
-                    own, wide[:, :hidden], of_norm, EPS, rank.rows
-                )
-                assert summed.data_ptr() == wide.data_ptr()
-            else:
+            if not launch.normalises and launch.in_blocks:
+                y = summed = all_reduce_triton.block_all_reduce_triton(own, rank.blocks)
+            elif not launch.normalises:
                 y = summed = all_reduce_triton.all_reduce_triton(own, rank.rows)
+            else:
+                fused = all_reduce_triton.all_reduce_add_rms_norm_triton
+                in_blocks = all_reduce_triton.block_all_reduce_add_rms_norm_triton
+                sent = own, wide[:, :hidden], of_norm, EPS
+                y, summed = in_blocks(*sent, rank.blocks) if launch.in_blocks else fused(*sent, rank.rows)
+                assert summed.data_ptr() == wide.data_ptr()
         yield y
         yield summed
         assert wide[:, hidden:].isnan().all()
@@ -114,8 +120,23 @@ def wait_for_nobody(rank: Rank) -> Iterator[torch.Tensor]:
     if rank.rank == 0:
         timer = threading.Timer(0.2, lambda: rank.rows.abort.fill_(1))
         timer.start()
-        all_reduce_triton.all_reduce_triton(torch.ones(2, rank.rows.hidden_size, device=rank.buffer.device), rank.rows)
+        partial = torch.ones(2, rank.rows.hidden_size, device=rank.buffer.device)
+        all_reduce_triton.all_reduce_triton(partial, rank.rows)
+        all_reduce_triton.block_all_reduce_triton(partial, rank.blocks)
         flags = torch.zeros(2, dtype=torch.int32, device=rank.buffer.device)
         all_reduce_triton.wait_triton(flags, torch.zeros_like(flags[:1]), rank.rows.abort, rank.rank)
         timer.join()
     yield torch.tensor([1])
+
+
+def choose_tokens(
+    rank: Rank, logits: list[torch.Tensor], num_tokens: int, kept_rows: list[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Of each logits, which are those of all ranks: yields the ids, and what is kept after each."""
+    device = rank.buffer.device
+    kept = torch.full((10,), -1, dtype=torch.int32, device=device)
+    for whole, rows in zip(logits, kept_rows, strict=True):
+        own = whole[:, rank.rank * num_tokens :][:, :num_tokens].to(device)
+        with uninitialised_memory_is_nan():
+            yield best_of_ranks_triton.greedy_of_ranks_triton(own, kept, rows.to(device), rank.rows)
+        yield kept.clone()

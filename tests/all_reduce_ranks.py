@@ -26,10 +26,18 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kernel_implementations import IS_INTERPRETED, TRITON_DEVICE
-from pico_vllm.kernels.all_reduce_triton import SymmetricRows, symmetric_rows_bytes
+from pico_vllm.kernels.all_reduce_triton import (
+    SymmetricBlocks,
+    SymmetricRows,
+    num_blocks,
+    symmetric_blocks_bytes,
+    symmetric_rows_bytes,
+)
 
 TIMEOUT_S = 30
 MAX_ROWS = 5
+#: Where rows travel in blocks.
+MAX_ROWS_IN_BLOCKS = 11
 #: Beyond what rows need: flags of signals, [size] int32.
 FLAGS_BYTES = 64
 #: A rank's next launch sends, sleeps so long, and only then looks at what it got. Of a process; interpreted alone.
@@ -44,6 +52,7 @@ class Rank:
     size: int
     buffers: list[torch.Tensor]  # bytes, of all ranks
     rows: SymmetricRows
+    blocks: SymmetricBlocks
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -64,7 +73,8 @@ def on_each_rank(
         hidden, dtype: of rows.
         first_epoch: as if that many launches less one had been before.
     """
-    num_bytes = symmetric_rows_bytes(size, MAX_ROWS, hidden, dtype) + FLAGS_BYTES
+    num_bytes = _blocks_at(size, hidden, dtype) + FLAGS_BYTES
+    num_bytes += symmetric_blocks_bytes(size, MAX_ROWS_IN_BLOCKS, hidden, dtype)
     if not IS_INTERPRETED:
         return _on_streams(size, num_bytes, hidden, dtype, first_epoch, program, arguments)
     context = _forks_of_a_server()
@@ -150,7 +160,22 @@ def _make_rank(rank: int, buffers: list[torch.Tensor], hidden: int, dtype: torch
     epochs = torch.full((MAX_ROWS,), first_epoch - 1, dtype=torch.int32, device=device)
     abort = torch.zeros(1, dtype=torch.int32, device=device)
     rows = SymmetricRows(peers, epochs, abort, rank, MAX_ROWS, hidden, dtype)
-    return Rank(rank, len(buffers), buffers, rows)
+    blocks = SymmetricBlocks(
+        peers=peers + _blocks_at(len(buffers), hidden, dtype),
+        epochs=epochs[:1].repeat(num_blocks(MAX_ROWS_IN_BLOCKS, hidden)),
+        tickets=torch.zeros(2, dtype=torch.int32, device=device),
+        abort=abort,
+        rank=rank,
+        max_rows=MAX_ROWS_IN_BLOCKS,
+        hidden_size=hidden,
+        dtype=dtype,
+    )
+    return Rank(rank, len(buffers), buffers, rows, blocks)
+
+
+def _blocks_at(size: int, hidden: int, dtype: torch.dtype) -> int:
+    """Where the blocks' part of a buffer begins: at a multiple of 16, like the buffer."""
+    return symmetric_rows_bytes(size, MAX_ROWS, hidden, dtype)
 
 
 def _on_streams(

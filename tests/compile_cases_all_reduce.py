@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 
 from compile_cases import CompileCase
-from pico_vllm.kernels import all_reduce_triton
+from pico_vllm.kernels import all_reduce_triton, best_of_ranks_triton
 from pico_vllm.kernels.rms_norm_triton import _tile
 
 _MAX_ROWS = 64
@@ -23,6 +23,12 @@ def compile_cases(architecture: int) -> list[CompileCase]:
         all_reduce_case("fp16", 1536, early, num_warps=16, size=4, rank=2),
         all_reduce_case("bf16", 8192, early, num_warps=16, size=4, rank=3),
         all_reduce_case("fp32", 96, early, num_warps=2, size=3, rank=1),
+        _block_case(3584, early),
+        _block_case(3584, early, normalises=False),
+        _block_case(1536, early, rank=1),
+        _block_case(8192, early, size=4, rank=3),
+        _best_of_ranks_case(early),
+        _best_of_ranks_case(early, size=4, rank=2),
         _sum_case(3584, early, size=2, rank=0),
         _sum_case(8192, early, size=4, rank=3),
         *_SIGNALS,
@@ -58,6 +64,38 @@ def all_reduce_case(
         constexprs=constexprs,
         divisible=("partial_stride", "residual_stride"),
         num_warps=num_warps,
+    )
+
+
+def _block_case(hidden: int, early: bool, *, size: int = 2, rank: int = 0, normalises: bool = True) -> CompileCase:
+    signature = dict.fromkeys(("partial_ptr", "residual_ptr", "weight_ptr", "y_ptr"), "*bf16") | {"peers_ptr": "*i64"}
+    signature |= dict.fromkeys(("epochs_ptr", "tickets_ptr", "abort_ptr"), "*i32")
+    signature |= {"partial_stride": "i32", "residual_stride": "i32", "num_rows": "i32", "eps": "fp32"}
+    rows = all_reduce_triton.rows_of_block(hidden)
+    constexprs = {"RANK": rank, "SIZE": size, "MAX_ROWS": 2048, "MAX_BLOCKS": 2048 // rows, "HIDDEN": hidden}
+    constexprs |= {"FLAGS_NUMBERS": size * 2048 // rows * 2, "BLOCK": triton.next_power_of_2(hidden), "ROWS": rows}
+    constexprs |= {"RANKS_BLOCK": size, "ADDS_AND_NORMALISES": normalises, "PDL": early}
+    return CompileCase(
+        name=f"block_all_reduce{'_add_rms_norm' * normalises}-bf16-{hidden}-{rank}_of_{size}",
+        kernel=all_reduce_triton._block_all_reduce_kernel,
+        signature=signature,
+        constexprs=constexprs,
+        divisible=("partial_stride", "residual_stride"),
+        num_warps=all_reduce_triton.block_warps(hidden),
+    )
+
+
+def _best_of_ranks_case(early: bool, *, size: int = 2, rank: int = 1) -> CompileCase:
+    signature = {"values_ptr": "*fp32", "ids_ptr": "*i32", "token_ids_ptr": "*i64", "last_token_ids_ptr": "*i32"}
+    signature |= {"rows_ptr": "*i32", "peers_ptr": "*i64", "epochs_ptr": "*i32", "abort_ptr": "*i32"}
+    constexprs = {"RANK": rank, "SIZE": size, "MAX_ROWS": 512, "CHUNKS_BLOCK": 32, "IS_COMPILED": True, "PDL": early}
+    return CompileCase(
+        name=f"best_of_ranks-{rank}_of_{size}",
+        kernel=best_of_ranks_triton._best_of_ranks_kernel,
+        signature=signature | {"num_chunks": "i32", "first_id": "i32"},
+        constexprs=constexprs,
+        divisible=("first_id",),
+        num_warps=1,
     )
 
 

@@ -112,7 +112,6 @@ def with_graphs(llm: LLM, fill: FillDecodeInputs = fill_decode_inputs_reference)
             runner.kv_caches,
             block_table_rows=runner._rows.block_table_rows,
             last_token_ids=runner._rows.last_token_ids,
-            greedy=runner.backend.greedy,
             max_num_seqs=llm.engine.config.scheduler.max_num_seqs,
             max_num_batched_tokens=runner.max_num_batched_tokens,
             max_model_len=llm.engine.core.limits.max_model_len,

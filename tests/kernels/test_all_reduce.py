@@ -14,11 +14,17 @@ from kernel_implementations import (
 )
 from pico_vllm.kernels.all_reduce import all_reduce_add_rms_norm_reference, all_reduce_reference
 from pico_vllm.kernels.rms_norm import rms_norm_reference
+from pico_vllm.kernels.sampling import greedy_reference
 
 if RUNS_TRITON:
     import all_reduce_programs as programs
     from all_reduce_ranks import MAX_ROWS, on_each_rank
-    from pico_vllm.kernels.all_reduce_triton import SymmetricRows, sum_add_rms_norm_triton, symmetric_rows_bytes
+    from pico_vllm.kernels.all_reduce_triton import (
+        SymmetricRows,
+        sum_add_rms_norm_triton,
+        symmetric_blocks_bytes,
+        symmetric_rows_bytes,
+    )
 
 needs_triton = pytest.mark.skipif(not RUNS_TRITON, reason="needs a GPU or TRITON_INTERPRET=1")
 EPS = 1e-5
@@ -76,25 +82,32 @@ def assert_ranks_agree_with_the_reference(results, launches, size, hidden, dtype
         (4, 32, torch.float16),
     ],
 )
-def test_all_ranks_have_the_sum_in_the_order_of_ranks_launch_after_launch(size, hidden, dtype):
-    launches = programs.mixed_launches()
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["rows", "blocks"])
+def test_all_ranks_have_the_sum_in_the_order_of_ranks_launch_after_launch(size, hidden, dtype, in_blocks):
+    launches = programs.mixed_launches(in_blocks=in_blocks)
     results = on_each_rank(size, programs.run_launches, launches, hidden, dtype, hidden=hidden, dtype=dtype)
     assert_ranks_agree_with_the_reference(results, launches, size, hidden, dtype)
 
 
 @needs_triton
-def test_ranks_that_are_late_by_turns_get_no_row_of_another_launch():
+@pytest.mark.parametrize(("hidden", "in_blocks"), [(32, False), (3584, True)], ids=["rows", "blocks"])
+def test_ranks_that_are_late_by_turns_get_no_row_of_another_launch(hidden, in_blocks):
     """The other one has sent its next row before a late one looks at this one: it must lie in another slot."""
-    launches = programs.mixed_launches(pauses=True)
-    results = on_each_rank(2, programs.run_launches, launches, 32, torch.float32, hidden=32, dtype=torch.float32)
-    assert_ranks_agree_with_the_reference(results, launches, 2, 32, torch.float32)
+    launches = programs.mixed_launches(pauses=True, in_blocks=in_blocks)
+    results = on_each_rank(
+        2, programs.run_launches, launches, hidden, torch.float32, hidden=hidden, dtype=torch.float32
+    )
+    assert_ranks_agree_with_the_reference(results, launches, 2, hidden, torch.float32)
 
 
 @needs_triton
 def test_epochs_wrap_around():
-    """From 2^31 - 3 over the sign, and from -3 over 0, which is what fresh memory holds."""
-    for first_epoch in (2**31 - 3, -3):
-        launches = programs.mixed_launches()[:8]
+    """From 2^31 - 3 over the sign, and from -3 over 0, which is what fresh memory holds.
+
+    A block's flag is compared by its difference: fresh memory must be behind the first epoch.
+    """
+    for first_epoch, in_blocks in ((2**31 - 3, False), (-3, False), (2**31 - 3, True)):
+        launches = programs.mixed_launches(in_blocks=in_blocks)[:8]
         results = on_each_rank(
             2, programs.run_launches, launches, 32, torch.bfloat16, hidden=32, dtype=torch.bfloat16,
             first_epoch=first_epoch,
@@ -135,6 +148,37 @@ def test_sum_of_received_rows(num_rows, hidden, size, dtype):
         assert summed is own
         assert_bitwise(summed, expected)
         assert_near_oracle("rms_norm", y, rms_norm_reference(expected.double(), weight.double(), EPS))
+
+
+@needs_triton
+@pytest.mark.parametrize(("size", "num_tokens", "dtype"), [(2, 76, torch.bfloat16), (3, 5000, torch.float32)])
+def test_ranks_choose_the_best_token_of_all_ranks_and_keep_it(size, num_tokens, dtype):
+    """Ties within a rank and between ranks, a best one on each rank, -inf and NaN everywhere but in one place."""
+    logits = [
+        random_tensor(num_rows, size * num_tokens, dtype=dtype, seed=num_rows).round() for num_rows in (1, 5, 2, 1, 4)
+    ]
+    for rank in range(size):
+        logits[1][rank, rank * num_tokens + 3] = 100.0
+    logits[2][:] = 7.0
+    logits[2][1, num_tokens] = 8.0
+    logits[4][:] = torch.tensor([float("-inf"), NAN, NAN, -3.0])[:, None]
+    logits[4][2, -1] = -100.0
+    kept_rows = [torch.randperm(10, generator=torch.Generator().manual_seed(i))[: len(x)] for i, x in enumerate(logits)]
+    results = on_each_rank(
+        size, programs.choose_tokens, logits, num_tokens, kept_rows, hidden=2, dtype=torch.float32
+    )  # fmt: skip
+    kept = torch.full((10,), -1, dtype=torch.int32)
+    for i, (whole, rows) in enumerate(zip(logits, kept_rows, strict=True)):
+        expected = greedy_reference(whole.nan_to_num(nan=float("-inf")), kept, rows)
+        for result in results:
+            assert result[2 * i].tolist() == expected.tolist()
+            assert result[2 * i + 1].tolist() == kept.tolist()
+
+
+@needs_triton
+def test_a_buffer_of_blocks_has_flags_two_slots_and_every_sender():
+    # 2 rows a block, so 3 flags a sender, in a whole 256 bytes; then 2 slots x 2 senders x 5 rows of 3584 bf16.
+    assert symmetric_blocks_bytes(2, 5, 3584, torch.bfloat16) == 256 + 2 * 2 * 5 * 3584 * 2
 
 
 @needs_triton

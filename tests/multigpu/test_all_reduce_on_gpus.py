@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from gpu_ranks import on_each_gpu
-from pico_vllm.distributed.symmetric_memory import MAX_FEW_ROWS
+from pico_vllm.distributed.symmetric_memory import MAX_CHOICES, MAX_FEW_ROWS, MAX_ROWS_IN_BLOCKS
 from pico_vllm.distributed.tensor_parallel import MultiRank
 from pico_vllm.kernels.triton_backend import TRITON
 
 SIZE = 2
 EPS = 1e-6
-#: Both ways and their border, whole blocks and odd rests.
-NUM_ROWS = (1, 2, 3, 7, 31, 64, MAX_FEW_ROWS - 1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1, 500, 1024, 4097)
+#: All ways and their borders, whole blocks and odd rests.
+FEW_ROWS = (1, 2, 3, 7, 31, 64, MAX_FEW_ROWS - 1, MAX_FEW_ROWS)
+NUM_ROWS = (*FEW_ROWS, MAX_FEW_ROWS + 1, 500, 1023, MAX_ROWS_IN_BLOCKS, MAX_ROWS_IN_BLOCKS + 1, 4097)
 MAX_TOKENS = 4200
 
 
@@ -88,7 +89,7 @@ def captured_and_replayed(communicator, hidden_size, dtype):
     """Eager launches and replays of two graphs, in turn, with different numbers of rows."""
     sums = Sums(communicator, hidden_size, dtype)
     graphs = []
-    for sizes in ((1, 5, 1, 64), (500, 3, 1100)):
+    for sizes in ((1, 5, 1, 64), (500, 3, 1100, 2100)):
         inputs = [sums.draw(num_rows) for num_rows in sizes]
         for partial, residual in inputs:
             sums.ours(partial.clone(), residual.clone())
@@ -141,14 +142,14 @@ def two_under_way(communicator, hidden_size, dtype):
 def steps_back_to_back(communicator, hidden_size, dtype):
     """Two graphs as of two steps, with slots of their own, replayed in turn while one rank is late at each of its sums.
 
-    Nothing else lies between: that a slot is free is up to the sum of few rows with which each begins.
+    Nothing else lies between: that a slot of the copies is free is up to the sum of few rows with which each begins.
     """
     sums = Sums(communicator, hidden_size, dtype)
     rank = communicator.shard.rank
     steps = []
-    for num_sums in (3, 2):
+    for num_rows in ((2100, 2100, 300), (300, 2100)):
         first = sums.draw(1)[0]
-        inputs = [sums.draw(300) for _ in range(num_sums)]
+        inputs = [sums.draw(num) for num in num_rows]
         expected = [sums.expected(partial, residual) for partial, residual in inputs]
         kept = [residual.clone() for _, residual in inputs]
 
@@ -179,6 +180,38 @@ def steps_back_to_back(communicator, hidden_size, dtype):
     torch.cuda.synchronize()
     for i, (output, there, wanted) in enumerate(seen):
         compare((output, there), wanted, i, communicator)
+
+
+def best_tokens(communicator, num_own, dtype):
+    """Eager and captured, of rows that have room in symmetric memory and of more; many ties."""
+    communicator.reserve(64, 64, dtype)
+    group = MultiRank(TRITON, communicator=communicator, overlaps=False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    common = torch.Generator(device).manual_seed(5)
+    rank = communicator.shard.rank
+    for num_rows in (1, 5, 64, 256, MAX_CHOICES, MAX_CHOICES + 1):
+        whole = torch.randn(num_rows, SIZE * num_own, generator=common, device=device).to(dtype)
+        own = whole[:, rank * num_own :][:, :num_own].contiguous()
+        rows = torch.randperm(num_rows, generator=common, device=device).int()
+        kept, expected_kept = torch.full((2, num_rows), -1, dtype=torch.int32, device=device)
+        expected = TRITON.greedy(whole, expected_kept, rows)
+        assert torch.equal(group.greedy(own, kept, rows), expected) and torch.equal(kept, expected_kept)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            captured = [group.greedy(own, kept, rows) for _ in range(3)]
+        for repetition in range(5):
+            whole.copy_(torch.randn(whole.shape, generator=common, device=device))
+            own.copy_(whole[:, rank * num_own :][:, :num_own])
+            kept.fill_(-1)
+            graph.replay()
+            expected = TRITON.greedy(whole, expected_kept, rows)
+            assert all(torch.equal(ids, expected) for ids in captured), (num_rows, repetition)
+            assert torch.equal(kept, expected_kept)
+
+
+@pytest.mark.parametrize(("num_own", "dtype"), [(76032, torch.bfloat16), (150, torch.float32)])
+def test_the_best_tokens_of_two_gpus_are_those_of_whole_logits(tmp_path, num_own, dtype):
+    on_each_gpu(SIZE, tmp_path, best_tokens, num_own, dtype)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -139,6 +141,21 @@ def test_a_rank_that_is_killed_ends_the_engine_soon(checkpoint):
         for _ in stream:
             pass
     assert time.monotonic() - start < 20  # seconds, not the ten minutes after which a collective gives up
+
+
+@pytest.mark.parametrize("ending", ["llm.engine.shutdown()", "", "del llm", "raise SystemExit(3)"])
+def test_the_end_of_a_script_is_a_quiet_one(checkpoint, ending):
+    """No library comes back to an interpreter that has ended, whatever is captured and in use at that moment."""
+    script = f"""if True:
+        from pico_vllm import LLM, SamplingParams
+        params = SamplingParams(temperature=0.0, max_tokens=3)
+        llm = LLM({str(checkpoint)!r}, tensor_parallel_size=2, num_gpu_blocks_override=64, max_num_seqs=4)
+        print(llm.generate([5, 6, 7], params)[0].outputs[0].token_ids, flush=True)
+        {ending}
+        """
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == (3 if "SystemExit" in ending else 0), result.stderr
+    assert result.stdout.startswith("[") and "terminate" not in result.stderr, result.stderr
 
 
 def test_thirty_starts_and_stops_leave_nothing_behind(tmp_path):

@@ -19,6 +19,7 @@ import torch.distributed
 
 from pico_vllm.config import MIN_COMPUTE_CAPABILITY
 from pico_vllm.distributed.sharding import Shard
+from pico_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ _c10d: Any = torch.distributed  # the type stubs lack most of its classes' metho
 
 #: A rank that is late by this much is taken for lost: steps and captures take seconds, loading a model minutes.
 TIMEOUT = timedelta(minutes=10)
+#: For NCCL to end; it takes a fraction of that.
+CLOSE_S = 5.0
 
 #: What NCCL and torch around it would do by themselves: NVLink multicast; a monitor that ends the process when an abort
 #: takes long, and looks for other ranks' complaints in the store; a watchdog that ends it after an error. A lost rank
@@ -89,6 +92,10 @@ class Communicator(Protocol):
         """End every operation under way with an error, from any thread; none may follow. Safe to call twice."""
         ...
 
+    def close(self) -> None:
+        """Abort, and wait for what the libraries still do: their threads must not outlive the interpreter."""
+        ...
+
 
 class GlooCommunicator:
     """gloo over TCP, for tensors on a CPU.
@@ -145,6 +152,10 @@ class GlooCommunicator:
         """Close the connections; the others notice, too."""
         self._group.abort()
 
+    def close(self) -> None:
+        """Nothing goes on."""
+        self.abort()
+
 
 class NcclCommunicator:
     """NCCL, for tensors on GPUs; capturable. What is decided on the host goes over gloo beside it.
@@ -163,6 +174,7 @@ class NcclCommunicator:
         self.shard = shard
         self.symmetric: SymmetricMemory | None = None
         self._store, self._device, self._host = store, device, host
+        refuse_unlike(store, shard, torch.cuda.get_device_name(device))
         for name, value in NCCL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         options = _c10d.ProcessGroupNCCL.Options()
@@ -172,7 +184,10 @@ class NcclCommunicator:
         torch.cuda.synchronize(device)
         self._ends = threading.Event()
         # Made now: at the interpreter's end no thread can be.
-        threading.Thread(target=_abort_at, args=(self._ends, self._group), name="nccl-abort", daemon=True).start()
+        self._aborter = threading.Thread(
+            target=_abort_at, args=(self._ends, self._group), name="nccl-abort", daemon=True
+        )
+        self._aborter.start()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum, in the tensor's dtype; the stream waits for it, the host does not."""
@@ -218,6 +233,28 @@ class NcclCommunicator:
             self.symmetric.abort()
         self._ends.set()
         self._host.abort()
+
+    def close(self) -> None:
+        """Graphs that hold kernels of NCCL's must be gone: its end waits for them."""
+        self.abort()
+        if self._aborter is not threading.current_thread():
+            self._aborter.join(CLOSE_S)
+
+
+def refuse_unlike(store: Store, shard: Shard, device_name: str) -> None:
+    """Ranks choose kernels, cuts of steps and captures by their device, each for itself: all must come to the same.
+
+    Raises:
+        ConfigError: the ranks' devices are not of one kind. On all ranks.
+    """
+    store.set(f"device/{shard.rank}", device_name)
+    names = [store.get(f"device/{rank}").decode() for rank in range(shard.size)]
+    if len(set(names)) > 1:
+        listed = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise ConfigError(
+            f"tensor_parallel_size={shard.size} needs GPUs of one kind, and they are {listed}: choose others with "
+            "CUDA_VISIBLE_DEVICES"
+        )
 
 
 def _abort_at(ends: threading.Event, group: Any) -> None:

@@ -1,15 +1,18 @@
 """SymmetricMemory: memory of each rank that the others of one host write into, and the sums that go through it.
 
 Few rows are sent by the kernel that adds and normalises them: data and flag in one word, so that nobody waits for a
-second message. Many are copied by the copy engines, which leaves the SMs to the products of other tokens, and are added
-up where they are normalised (``kernels.all_reduce_triton``). Either way each rank receives what the others have and
-adds in the order of ranks, so all have the same bits, those of NCCL's sum where there are two.
+second message. More are sent by such a kernel in blocks with a flag behind each, which takes half of the bytes. Many
+are copied by the copy engines, which leaves the SMs to the products of other tokens, and are added up where they are
+normalised (``kernels.all_reduce_triton``). Either way each rank receives what the others have and adds in the order of
+ranks, so all have the same bits, those of NCCL's sum where there are two. The best token of all ranks goes the way of
+few rows, too.
 
 NVLink multicast is not used, and switched off before torch would set it up.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import socket
@@ -20,14 +23,20 @@ import torch
 import torch.distributed
 
 from pico_vllm.kernels.all_reduce_triton import (
+    SymmetricBlocks,
     SymmetricRows,
     all_reduce_add_rms_norm_triton,
     all_reduce_triton,
+    block_all_reduce_add_rms_norm_triton,
+    block_all_reduce_triton,
+    num_blocks,
     signal_triton,
     sum_add_rms_norm_triton,
+    symmetric_blocks_bytes,
     symmetric_rows_bytes,
     wait_triton,
 )
+from pico_vllm.kernels.best_of_ranks_triton import greedy_of_ranks_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +52,10 @@ _SymmetricMemory: Any = torch._C._distributed_c10d._SymmetricMemory  # type: ign
 
 #: Rows that the kernel sends by itself, a program each: no more than an H200 has SMs, since they wait for each other.
 MAX_FEW_ROWS = 128
+#: Rows that go in blocks; more are copied.
+MAX_ROWS_IN_BLOCKS = 2048
+#: Rows of logits whose best tokens are exchanged.
+MAX_CHOICES = 512
 #: Copies under way: a rank may be two sums ahead of another that is two behind itself.
 NUM_SLOTS = 4
 _ALIGNMENT = 256  # of what lies in the memory one after the other
@@ -90,9 +103,15 @@ class SymmetricMemory:
         #: Of a sum: more are somebody else's.
         self.max_tokens = min(max_tokens, MAX_TOKENS)
         self._dtype = dtype
-        rows_bytes = symmetric_rows_bytes(shard.size, MAX_FEW_ROWS, hidden_size, dtype)
-        flags_bytes = -(-NUM_SLOTS * shard.size * 4 // _ALIGNMENT) * _ALIGNMENT
-        copies_at = rows_bytes + flags_bytes
+        max_in_blocks = min(self.max_tokens, MAX_ROWS_IN_BLOCKS)
+        parts = (
+            symmetric_rows_bytes(shard.size, MAX_FEW_ROWS, hidden_size, dtype),
+            symmetric_rows_bytes(shard.size, MAX_CHOICES, 2, torch.float32),
+            symmetric_blocks_bytes(shard.size, max_in_blocks, hidden_size, dtype),
+            NUM_SLOTS * shard.size * 4,
+        )
+        ends = itertools.accumulate(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT for num_bytes in parts)
+        choices_at, blocks_at, flags_at, copies_at = ends
         shape = (NUM_SLOTS, shard.size, self.max_tokens, hidden_size)
         num_bytes = copies_at + math.prod(shape) * dtype.itemsize
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -106,10 +125,29 @@ class SymmetricMemory:
         self._peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         #: Anything but 0 ends all waits; in the host's memory, so that a thread can set it while the device waits.
         self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        epochs = torch.zeros(MAX_FEW_ROWS, dtype=torch.int32, device=device)
-        self._rows = SymmetricRows(self._peers, epochs, self._abort, shard.rank, MAX_FEW_ROWS, hidden_size, dtype)
-        self._flags_at = rows_bytes
-        self._flags = memory[rows_bytes:copies_at].view(torch.int32)[: NUM_SLOTS * shard.size].view(NUM_SLOTS, -1)
+        peers = self._peers
+
+        def counts(num: int) -> torch.Tensor:
+            return torch.zeros(num, dtype=torch.int32, device=device)
+
+        self._rows = SymmetricRows(
+            peers, counts(MAX_FEW_ROWS), self._abort, shard.rank, MAX_FEW_ROWS, hidden_size, dtype
+        )
+        self._choices = SymmetricRows(
+            peers + choices_at, counts(MAX_CHOICES), self._abort, shard.rank, MAX_CHOICES, 2, torch.float32
+        )
+        self._blocks = SymmetricBlocks(
+            peers=peers + blocks_at,
+            epochs=counts(num_blocks(max_in_blocks, hidden_size)),
+            tickets=counts(2),
+            abort=self._abort,
+            rank=shard.rank,
+            max_rows=max_in_blocks,
+            hidden_size=hidden_size,
+            dtype=dtype,
+        )
+        self._flags_at = flags_at
+        self._flags = memory[flags_at:copies_at].view(torch.int32)[: NUM_SLOTS * shard.size].view(NUM_SLOTS, -1)
         #: Of each slot: how often it was signalled, and how often waited for.
         self._signals, self._waits = torch.zeros(2, NUM_SLOTS, 1, dtype=torch.int32, device=device)
         copies = [handle.get_buffer(rank, shape, dtype, copies_at // dtype.itemsize) for rank in range(shard.size)]
@@ -124,12 +162,14 @@ class SymmetricMemory:
 
     def begins_with(self, num_tokens: int) -> bool:
         """Whether the first sum of a step may be made here: it must not be copies (see ``_send``)."""
-        return num_tokens <= MAX_FEW_ROWS
+        return num_tokens <= max(MAX_FEW_ROWS, self._blocks.max_rows)
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum, in a new tensor."""
         if len(partial) <= MAX_FEW_ROWS:
             return all_reduce_triton(partial, self._rows)
+        if len(partial) <= self._blocks.max_rows:
+            return block_all_reduce_triton(partial, self._blocks)
         return self._sum(self._send(partial), partial)
 
     def start_all_reduce(self, partial: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -150,6 +190,8 @@ class SymmetricMemory:
             return all_reduce_add_rms_norm_triton(partial, residual, weight, eps, self._rows)
         if partial.dim() == 3:
             partial = partial.sum(dim=0).to(self._dtype)
+        if len(residual) <= self._blocks.max_rows:
+            return block_all_reduce_add_rms_norm_triton(partial, residual, weight, eps, self._blocks)
         return self._sum_add_rms_norm(self._send(partial), partial, residual, weight, eps)
 
     def start_reduce_add_rms_norm(
@@ -163,6 +205,14 @@ class SymmetricMemory:
             return self._sum_add_rms_norm(slot, partial, residual, weight, eps)
 
         return finish
+
+    def chooses(self, num_rows: int) -> bool:
+        """Whether there is room for the best tokens of so many rows."""
+        return num_rows <= MAX_CHOICES
+
+    def greedy(self, logits: torch.Tensor, last_token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """As of ``TensorParallelGroup``."""
+        return greedy_of_ranks_triton(logits, last_token_ids, rows, self._choices)
 
     def abort(self) -> None:
         """End all waits of the device, from any thread; what it computes from now on is nothing."""

@@ -1,11 +1,13 @@
 """All-reduce over symmetric memory in Triton, fused with the residual add and RMSNorm. Formulas are in ``all_reduce``.
 
 Every rank has a buffer of one layout and the addresses of all of them, mapped into its process; who allocates and maps
-them is not known here. Two ways:
+them is not known here. Three ways:
 
-- few rows (``all_reduce_add_rms_norm_triton``, ``all_reduce_triton``): every rank stores its rows into everybody's
-  buffer, and reads what arrives in its own. One trip, no barrier: a flag travels with every 4 bytes.
-- many rows (``sum_add_rms_norm_triton``): others' rows have been copied here before. The copies' end is told by
+- few rows (``SymmetricRows``): every rank stores its rows into everybody's buffer, and reads what arrives in its own.
+  One trip, no barrier: a flag travels with every 4 bytes.
+- more (``SymmetricBlocks``): the same, but a program's rows travel as they are, and one flag behind them: half of the
+  bytes, a second message.
+- many (``sum_add_rms_norm_triton``): others' rows have been copied here before. The copies' end is told by
   ``signal_triton``, on the stream of the copies, and awaited by ``wait_triton``.
 
 **Lines.** 8 bytes of a row, a chunk (4 numbers of 16 bits, 2 of 32), travel as a line of 16: low half, flag, high half,
@@ -30,6 +32,7 @@ when e is awaited, or 0 in the beginning: the counter may wrap around (it does s
 
 **Progress.** Program p waits for program p of the others, and for nothing else; they all send before they wait. That
 needs programs to start in the order of their ids, or all at once, which ``max_rows`` up to the number of SMs gives.
+Blocks are more than that: a program takes the next one when it starts, so what a rank waits for is under way there.
 A rank that has died is waited for until the word ``abort`` isn't 0 (results are garbage then); afterwards counters may
 differ between ranks, so the buffers are of no use until all ranks have zeroed them and the counters.
 """
@@ -53,10 +56,12 @@ from pico_vllm.kernels.attention_tiles import start_after_predecessors
 from pico_vllm.kernels.rms_norm_triton import _normalise, _tile
 
 _CHUNK_BYTES = 8
-_LINE_BYTES = tl.constexpr(16)
+LINE_BYTES = tl.constexpr(16)
 #: Polls between two looks at the word that says to give up: it may lie in the host's memory.
 _POLLS_A_LOOK = tl.constexpr(4096)
 _MAX_WARPS = 32
+#: Numbers of a block of rows, counting whole powers of 2, and of a warp.
+_BLOCK_NUMBERS, _NUMBERS_A_WARP = 8192, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class SymmetricRows:
 
 def symmetric_rows_bytes(size: int, max_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Bytes of one rank's buffer: lines [2 slots, size senders, max_rows, chunks of a row]."""
-    return 2 * size * max_rows * (hidden_size * dtype.itemsize // _CHUNK_BYTES) * _LINE_BYTES.value
+    return 2 * size * max_rows * (hidden_size * dtype.itemsize // _CHUNK_BYTES) * LINE_BYTES.value
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -154,16 +159,18 @@ def _all_reduce_kernel(
             split_row = split * num_rows + row  # int64
             total = _add(total, _load_fp32(partial_ptr + split_row * partial_stride, chunks, is_in, CHUNK), CHUNK)
         own = _to_chunks(total, dtype, CHUNK)
-    row_bytes: tl.constexpr = HIDDEN // CHUNK * _LINE_BYTES
+    row_bytes: tl.constexpr = HIDDEN // CHUNK * LINE_BYTES
     slot = ((epoch & 1).to(tl.int64) * SIZE * MAX_ROWS + row) * row_bytes  # of sender 0
-    lines = slot + chunks * _LINE_BYTES  # [BLOCK], bytes from a buffer's start
+    lines = slot + chunks * LINE_BYTES  # [BLOCK], bytes from a buffer's start
     for i in tl.static_range(1, SIZE):
-        _send(buffers[i - 1] + RANK * MAX_ROWS * row_bytes + lines, own, epoch, is_in, IS_COMPILED)
+        _send_lines(buffers[i - 1] + RANK * MAX_ROWS * row_bytes + lines, own, epoch, is_in, IS_COMPILED)
     if ADDS_AND_NORMALISES:
         residual_ptrs = _as_chunks(residual_ptr + row * residual_stride) + chunks
         residual = _to_numbers(tl.load(residual_ptrs, mask=is_in, other=0), dtype, CHUNK)
 
-    received = _poll(own_buffer + lines, is_in, epoch, abort_ptr, SIZE, RANK, MAX_ROWS * row_bytes, IS_COMPILED, PACK)
+    received = _poll_lines(
+        own_buffer + lines, is_in, epoch, abort_ptr, SIZE, RANK, MAX_ROWS * row_bytes, IS_COMPILED, PACK
+    )
     total = _to_numbers(own if RANK == 0 else received[0], dtype, CHUNK)
     for rank in tl.static_range(1, SIZE):
         of_rank = own if rank == RANK else received[rank - (rank > RANK)]
@@ -238,7 +245,7 @@ def _normalise_row(x, weight, eps, dtype: tl.constexpr, CHUNK: tl.constexpr, HID
 
 
 @triton.jit
-def _send(addresses, chunks, epoch, is_in, IS_COMPILED: tl.constexpr):
+def _send_lines(addresses, chunks, epoch, is_in, IS_COMPILED: tl.constexpr):
     """Store lines at [BLOCK] addresses; compiled, in one store of 16 bytes each."""
     if IS_COMPILED:
         tl.inline_asm_elementwise(
@@ -264,7 +271,7 @@ def _send(addresses, chunks, epoch, is_in, IS_COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _poll(
+def _poll_lines(
     addresses,
     is_in,
     epoch,
@@ -431,6 +438,223 @@ def _has_whole_chunks(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % _CHUNK_BYTES == 0 and all(stride % _CHUNK_BYTES == 0 for stride in strides)
 
 
+@dataclass(frozen=True, slots=True)
+class SymmetricBlocks:
+    """One rank's view of the buffers in which blocks of rows meet; a program has a block.
+
+    Attributes:
+        peers: [size] int64, addresses of all ranks' buffers of ``symmetric_blocks_bytes``, mapped into this process,
+            multiples of 16; all zeros before any rank's first launch.
+        epochs: [number of blocks] int32, zeros before the first launch; this rank's own.
+        tickets: [2] int32 likewise: blocks that are taken, and that are done, of a launch under way.
+        abort: as of ``SymmetricRows``.
+        rank: this one.
+        max_rows: of a launch.
+        hidden_size: of every row.
+        dtype: of what is sent and of results.
+    """
+
+    peers: torch.Tensor
+    epochs: torch.Tensor
+    tickets: torch.Tensor
+    abort: torch.Tensor
+    rank: int
+    max_rows: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        assert self.peers.dtype == torch.int64 and self.peers.is_contiguous()
+        assert self.epochs.dtype == self.tickets.dtype == self.abort.dtype == torch.int32
+        assert 0 <= self.rank < self.size and self.epochs.shape == (num_blocks(self.max_rows, self.hidden_size),)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.peers.shape[0]
+
+
+def rows_of_block(hidden_size: int) -> int:
+    """How many rows travel under one flag."""
+    return max(_BLOCK_NUMBERS // triton.next_power_of_2(hidden_size), 1)
+
+
+def num_blocks(num_rows: int, hidden_size: int) -> int:
+    """How many blocks so many rows are."""
+    return -(-num_rows // rows_of_block(hidden_size))
+
+
+def symmetric_blocks_bytes(size: int, max_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one rank's buffer: flags [size senders, blocks] int32, then rows [2 slots, size, max_rows, hidden]."""
+    return _flags_bytes(size, max_rows, hidden_size) + 2 * size * max_rows * hidden_size * dtype.itemsize
+
+
+def _flags_bytes(size: int, max_rows: int, hidden_size: int) -> int:
+    return -(-size * num_blocks(max_rows, hidden_size) * 4 // 256) * 256
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _block_all_reduce_kernel(
+    partial_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    peers_ptr,
+    epochs_ptr,
+    tickets_ptr,
+    abort_ptr,
+    partial_stride,
+    residual_stride,
+    num_rows,
+    eps,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    FLAGS_NUMBERS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANKS_BLOCK: tl.constexpr,
+    ADDS_AND_NORMALISES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As ``_all_reduce_kernel``, ROWS rows a program, which follow each other in memory wherever they are.
+
+    Grid: (ceil(num_rows / ROWS),). Rounds as that kernel does; columns past HIDDEN and rows past num_rows aren't sent.
+    """
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    columns = tl.arange(0, BLOCK)
+    if ADDS_AND_NORMALISES:
+        weight = tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0)
+    start_after_predecessors(PDL)
+
+    block = tl.atomic_add(tickets_ptr, 1)
+    epoch = tl.load(epochs_ptr + block) + 1
+    rows = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = (rows < num_rows)[:, None] & (columns < HIDDEN)[None, :]
+    own = tl.load(partial_ptr + rows[:, None] * partial_stride + columns[None, :], mask=mask, other=0.0)
+    # Where sender 0's rows of this launch lie in a buffer.
+    numbers = ((epoch & 1).to(tl.int64) * SIZE * MAX_ROWS + rows)[:, None] * HIDDEN + columns[None, :]
+    for i in tl.static_range(1, SIZE):
+        buffer = tl.load(peers_ptr + (RANK + i) % SIZE)
+        tl.store(_numbers_of(buffer, FLAGS_NUMBERS, dtype) + RANK * MAX_ROWS * HIDDEN + numbers, own, mask=mask)
+    tl.debug_barrier()  # all threads have stored
+    ranks = tl.arange(0, RANKS_BLOCK)
+    is_peer = (ranks < SIZE) & (ranks != RANK)
+    flags_at = tl.load(peers_ptr + ranks, mask=is_peer, other=0) + (RANK * MAX_BLOCKS + block) * 4
+    new_flags = tl.zeros((RANKS_BLOCK,), tl.int32) + epoch
+    tl.atomic_xchg(flags_at.to(tl.pointer_type(tl.int32)), new_flags, mask=is_peer, sem="release", scope="sys")
+    if ADDS_AND_NORMALISES:
+        residual_ptrs = residual_ptr + rows[:, None] * residual_stride + columns[None, :]
+        residual = tl.load(residual_ptrs, mask=mask, other=0.0)
+
+    own_buffer = tl.load(peers_ptr + RANK)
+    flag_ptrs = own_buffer.to(tl.pointer_type(tl.int32)) + ranks * MAX_BLOCKS + block
+    _wait_for_flags(flag_ptrs, epoch, is_peer, abort_ptr)
+    tl.debug_barrier()  # no thread reads before one has seen the flags
+    received_ptrs = _numbers_of(own_buffer, FLAGS_NUMBERS, dtype) + numbers
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for rank in tl.static_range(SIZE):
+        if rank == RANK:
+            part = own
+        else:
+            part = tl.load(received_ptrs + rank * MAX_ROWS * HIDDEN, mask=mask, other=0.0, cache_modifier=".cg")
+        total = part.to(tl.float32) if rank == 0 else total + part.to(tl.float32)
+    y = total.to(dtype)
+    if ADDS_AND_NORMALISES:
+        summed = (y.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        tl.store(residual_ptrs, summed, mask=mask)
+        y = _normalise(summed.to(tl.float32), weight, eps, HIDDEN)
+    tl.store(y_ptr + rows[:, None] * HIDDEN + columns[None, :], y, mask=mask)
+    tl.store(epochs_ptr + block, epoch)
+    if tl.atomic_add(tickets_ptr + 1, 1) == tl.num_programs(0) - 1:  # the last one: all have their tickets
+        tl.store(tickets_ptr, 0)
+        tl.store(tickets_ptr + 1, 0)
+
+
+@triton.jit
+def _numbers_of(buffer, FLAGS_NUMBERS: tl.constexpr, dtype: tl.constexpr):
+    """Pointer to the first number of a buffer of blocks.
+
+    The compiler knows that it is aligned, so stores are of 16 bytes. It is told of the conversion itself: it takes
+    additions out of one, and forgets what was said of them.
+    """
+    return tl.multiple_of(buffer.to(tl.pointer_type(dtype)), 16) + FLAGS_NUMBERS
+
+
+def block_all_reduce_add_rms_norm_triton(
+    partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, blocks: SymmetricBlocks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``all_reduce_add_rms_norm_reference`` in one kernel; writes the sum into ``residual`` in place and returns it.
+
+    Args:
+        partial: this rank's, [num_rows, hidden_size] of residual's dtype.
+        residual: [num_rows, hidden_size], at most ``blocks.max_rows`` rows.
+        weight: [hidden_size].
+        eps: added to the mean square.
+        blocks: where ranks meet. Every rank launches the same sequence of row counts, in one stream.
+    """
+    assert residual.shape == partial.shape and residual.dtype == blocks.dtype and residual.stride(1) == 1
+    return _launch_block_all_reduce(partial, residual, weight, eps, blocks), residual
+
+
+def block_all_reduce_triton(partial: torch.Tensor, blocks: SymmetricBlocks) -> torch.Tensor:
+    """``all_reduce_reference`` in one kernel, into a new tensor; arguments as of the fused one."""
+    return _launch_block_all_reduce(partial, None, None, 0.0, blocks)
+
+
+def _launch_block_all_reduce(
+    partial: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    blocks: SymmetricBlocks,
+) -> torch.Tensor:
+    num_rows, hidden_size = partial.shape
+    assert num_rows <= blocks.max_rows and hidden_size == blocks.hidden_size
+    assert partial.stride(1) == 1 and partial.dtype == blocks.dtype
+    y = torch.empty((num_rows, hidden_size), dtype=blocks.dtype, device=partial.device)
+    if num_rows == 0:
+        return y
+    launches_early = device_of(partial.device.index).launches_early
+    block = triton.next_power_of_2(hidden_size)
+    rows = rows_of_block(hidden_size)
+    _block_all_reduce_kernel[(num_blocks(num_rows, hidden_size),)](
+        partial,
+        residual,
+        weight,
+        y,
+        blocks.peers,
+        blocks.epochs,
+        blocks.tickets,
+        blocks.abort,
+        partial.stride(0),
+        0 if residual is None else residual.stride(0),
+        num_rows,
+        eps,
+        RANK=blocks.rank,
+        SIZE=blocks.size,
+        MAX_ROWS=blocks.max_rows,
+        MAX_BLOCKS=len(blocks.epochs),
+        FLAGS_NUMBERS=_flags_bytes(blocks.size, blocks.max_rows, hidden_size) // blocks.dtype.itemsize,
+        HIDDEN=hidden_size,
+        BLOCK=block,
+        ROWS=rows,
+        RANKS_BLOCK=triton.next_power_of_2(blocks.size),
+        ADDS_AND_NORMALISES=residual is not None,
+        PDL=launches_early,
+        num_warps=block_warps(hidden_size),
+        launch_pdl=launches_early,
+    )
+    return y
+
+
+def block_warps(hidden_size: int) -> int:
+    """Of a program: 16 bytes a thread, twice or more."""
+    return min(max(rows_of_block(hidden_size) * triton.next_power_of_2(hidden_size) // _NUMBERS_A_WARP, 1), 16)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_add_rms_norm_kernel(
     partial_ptr,
@@ -557,17 +781,22 @@ def _wait_kernel(flags_ptr, counter_ptr, abort_ptr, RANK: tl.constexpr, SIZE: tl
     """
     epoch = tl.load(counter_ptr) + 1
     ranks = tl.arange(0, BLOCK)
-    is_peer = (ranks < SIZE) & (ranks != RANK)
+    _wait_for_flags(flags_ptr + ranks, epoch, (ranks < SIZE) & (ranks != RANK), abort_ptr)
+    tl.debug_barrier()  # all threads have read the old count
+    tl.store(counter_ptr, epoch)
+
+
+@triton.jit
+def _wait_for_flags(flag_ptrs, epoch, is_awaited, abort_ptr):
+    """Until all awaited flags have come to the epoch, or somebody gives up."""
     num_late = 1
     polls = 0
     while num_late > 0:
-        flags = tl.atomic_add(flags_ptr + ranks, 0, mask=is_peer, sem="acquire", scope="sys")
-        num_late = tl.sum((is_peer & (epoch - flags > 0)).to(tl.int32), axis=0)
+        flags = tl.atomic_add(flag_ptrs, 0, mask=is_awaited, sem="acquire", scope="sys")
+        num_late = tl.sum((is_awaited & (epoch - flags > 0)).to(tl.int32), axis=0)
         polls += 1
         if polls % _POLLS_A_LOOK == 0:
             num_late *= (tl.load(abort_ptr, volatile=True) == 0).to(tl.int32)
-    tl.debug_barrier()  # all threads have read the old count
-    tl.store(counter_ptr, epoch)
 
 
 def signal_triton(peers: torch.Tensor, flags_offset: int, counter: torch.Tensor, rank: int) -> None:

@@ -58,25 +58,61 @@ def _best_chunk_kernel(
     """
     start_after_predecessors(PDL)
     row = tl.program_id(0)
+    _, token_id = _best_chunk(values_ptr, ids_ptr, row, num_chunks, CHUNKS_BLOCK)
+    tl.store(token_ids_ptr + row, token_id.to(tl.int64))
+    if KEEPS:
+        tl.store(last_token_ids_ptr + tl.load(rows_ptr + row), token_id)
+
+
+@triton.jit
+def _best_chunk(values_ptr, ids_ptr, row, num_chunks, CHUNKS_BLOCK: tl.constexpr):
+    """The largest value of a row's chunks, and the smallest id that has it."""
     chunk = tl.arange(0, CHUNKS_BLOCK)
     is_chunk = chunk < num_chunks
     values = tl.load(values_ptr + row * num_chunks + chunk, mask=is_chunk, other=float("-inf"))
     ids = tl.load(ids_ptr + row * num_chunks + chunk, mask=is_chunk, other=0x7FFFFFFF)
     best = tl.max(values, axis=0)
-    token_id = tl.min(tl.where(values == best, ids, 0x7FFFFFFF), axis=0)
-    tl.store(token_ids_ptr + row, token_id.to(tl.int64))
-    if KEEPS:
-        tl.store(last_token_ids_ptr + tl.load(rows_ptr + row), token_id)
+    return best, tl.min(tl.where(values == best, ids, 0x7FFFFFFF), axis=0)
 
 
 def greedy_triton(
     logits: torch.Tensor, last_token_ids: torch.Tensor | None = None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``greedy_reference`` in two kernels; rows must be contiguous, their stride is free."""
-    num_rows, vocab_size = logits.shape
+    num_rows = len(logits)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return token_ids
+    launches_early = device_of(logits.device.index).launches_early
+    values, ids = best_of_chunks_triton(logits)
+    num_chunks = values.shape[1]
+    keeps = last_token_ids is not None
+    _best_chunk_kernel[(num_rows,)](
+        values,
+        ids,
+        token_ids,
+        last_token_ids if keeps else ids,
+        rows if keeps else ids,
+        num_chunks,
+        CHUNKS_BLOCK=triton.next_power_of_2(num_chunks),
+        KEEPS=keeps,
+        PDL=launches_early,
+        num_warps=1,
+        launch_pdl=launches_early,
+    )
+    return token_ids
+
+
+def best_of_chunks_triton(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logits of parts of the vocabulary, and the smallest ids that have them.
+
+    Args:
+        logits: [num_rows, vocab_size], at least one row; rows are contiguous.
+
+    Returns:
+        ([num_rows, num_chunks] fp32, the same shape in int32).
+    """
+    num_rows, vocab_size = logits.shape
     launches_early = device_of(logits.device.index).launches_early
     chunk = min(_CHUNKS[num_rows > _FEW_ROWS], max(triton.next_power_of_2(vocab_size), 16))
     num_chunks = triton.cdiv(vocab_size, chunk)
@@ -94,18 +130,4 @@ def greedy_triton(
         num_warps=_NUM_WARPS,
         launch_pdl=launches_early,
     )
-    keeps = last_token_ids is not None
-    _best_chunk_kernel[(num_rows,)](
-        values,
-        ids,
-        token_ids,
-        last_token_ids if keeps else ids,
-        rows if keeps else ids,
-        num_chunks,
-        CHUNKS_BLOCK=triton.next_power_of_2(num_chunks),
-        KEEPS=keeps,
-        PDL=launches_early,
-        num_warps=1,
-        launch_pdl=launches_early,
-    )
-    return token_ids
+    return values, ids

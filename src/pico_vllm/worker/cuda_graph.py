@@ -118,7 +118,8 @@ class ForwardOutput:
 
     Attributes:
         hidden: [L, hidden_size], normalised.
-        logits: [S, vocab_size] of the sampled rows, which come first; None = not computed yet.
+        logits: [S, vocab_size / ranks] of the sampled rows, which come first, and of this rank's tokens; None = not
+            computed yet.
         greedy_ids: [S] int64, their largest logits, kept for the next step already; None = not chosen yet.
     """
 
@@ -143,7 +144,6 @@ class CudaGraphRunner:
         block_table_rows: [num_rows, max_blocks] int32, the block table of each device row. Row 0 is used while
             capturing, with block 0.
         last_token_ids: [num_rows + 1] int32, the last sampled id of each row, and one that padding writes.
-        greedy: the op.
         max_num_seqs, max_num_batched_tokens, max_model_len, block_size: of the engine.
         fill_decode_inputs: the op for this device.
         record: how a pass is captured; tests without a GPU pass ``rerun``.
@@ -158,7 +158,6 @@ class CudaGraphRunner:
         *,
         block_table_rows: torch.Tensor,
         last_token_ids: torch.Tensor,
-        greedy: Callable[..., torch.Tensor],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -194,13 +193,13 @@ class CudaGraphRunner:
         # Shared by all captures: tensors of their own would take 2 GB.
         lm_head = model.lm_head
         dtype = kv_caches[0].dtype
-        self._logits = torch.empty(max_seqs, model.config.vocab_size, dtype=dtype, device=device)
+        self._logits = torch.empty(max_seqs, lm_head.weight.out_features, dtype=dtype, device=device)
         record = Capturing() if record is None else record
         shallow, shallow_caches = model.outermost_layers(kv_caches)
 
         def choose(hidden: torch.Tensor, sampled_rows: torch.Tensor) -> Tensors:
-            logits = lm_head(hidden, self._logits[: len(hidden)])
-            return hidden, greedy(logits, last_token_ids, sampled_rows)
+            logits = lm_head.own(hidden, self._logits[: len(hidden)])
+            return hidden, lm_head.greedy(logits, last_token_ids, sampled_rows)
 
         def capture(make_batch: Callable[[], ForwardBatch], sampled_rows: torch.Tensor) -> _Captured:
             (hidden, greedy_ids), replay = record(

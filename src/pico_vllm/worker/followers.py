@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,7 +35,7 @@ from pico_vllm.worker.rank_messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _Result = TypeVar("_Result")
 
@@ -44,6 +44,8 @@ LAST_WORDS_S = 0.3
 #: From an error of a collective to the word of the rank that has caused it.
 MAX_BLAME_S = 10.0
 STOP_S = 1.0  # then a process is killed
+#: A step that takes so long waits for a rank that is stuck; every so often somebody looks.
+STUCK_S, LOOK_S = 300.0, 5.0
 
 
 @dataclass(slots=True)
@@ -84,6 +86,8 @@ class _Ranks:
     is_closing: bool = False
     is_over: bool = False  # nothing more will be heard
     abort: Callable[[], None] = lambda: None
+    release: Callable[[], None] = lambda: None
+    step_began: float | None = None  # time.monotonic(); None = rank 0 is not in a step
     listener: threading.Thread | None = None
 
 
@@ -145,16 +149,27 @@ class Followers:
         culprit = self._ranks.culprit
         return None if culprit is None else culprit.failure
 
-    def abort_with(self, abort: Callable[[], None]) -> None:
-        """What ends a collective under way: called when a rank is gone, in another thread, and at the end.
+    def abort_with(self, abort: Callable[[], None], release: Callable[[], None]) -> None:
+        """What ends a collective under way, and what gives everything back.
 
-        Must not hold this object.
+        Args:
+            abort: called when a rank is gone, in another thread.
+            release: called once, at the end. Neither must hold this object.
         """
         with self._ranks.news:
-            self._ranks.abort = abort
+            self._ranks.abort, self._ranks.release = abort, release
             is_late = self._ranks.is_over
         if is_late:
             abort()
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Rank 0 may wait for the others in here; when it waits for too long, one of them counts as gone."""
+        self._ranks.step_began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._ranks.step_began = None
 
     def send(self, message: bytes) -> None:
         """To every rank.
@@ -237,12 +252,13 @@ def private_directory() -> str:
 def _listen(ranks: _Ranks) -> None:
     """Take in what the ranks say, to their end; closes the channels then."""
     deadline: float | None = None
+    is_stuck = False
     with selectors.DefaultSelector() as selector:
         for follower in ranks.followers:
             with suppress(OSError, ValueError):  # closed at once
                 selector.register(follower.channel.socket, selectors.EVENT_READ, follower)
         while selector.get_map() and (deadline is None or time.monotonic() < deadline):
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            timeout = LOOK_S if deadline is None else max(0.0, deadline - time.monotonic())
             for key, _ in selector.select(timeout):
                 follower: _Follower = key.data
                 _take_in(ranks, follower)
@@ -252,10 +268,18 @@ def _listen(ranks: _Ranks) -> None:
                     deadline = time.monotonic() + LAST_WORDS_S
             if deadline is not None and _knows_the_cause(ranks):
                 break
+            if is_stuck := deadline is None and _is_stuck(ranks):
+                break
     for follower in ranks.followers:
         follower.channel.close()
-    culprit = None if ranks.is_closing else _culprit(ranks)
+    culprit = None if ranks.is_closing or is_stuck else _culprit(ranks)
     cause = None if culprit is None else _cause(culprit)
+    if is_stuck and not ranks.is_closing:
+        names = ", ".join(follower.name for follower in ranks.followers)
+        cause = f"a step has not ended in {STUCK_S:.0f} s: a rank is stuck (rank 0, {names}), and none says why"
+        for follower in ranks.followers:
+            if follower.process is not None:
+                follower.process.kill()  # gloo waits for one that lives, aborted or not
     with ranks.news:
         ranks.culprit, ranks.cause, ranks.is_over = culprit, cause, True
         ranks.news.notify_all()
@@ -282,6 +306,11 @@ def _take_in(ranks: _Ranks, follower: _Follower) -> None:
 
 def _knows_the_cause(ranks: _Ranks) -> bool:
     return any(f.failure is not None and not f.failure.is_lost for f in ranks.followers)
+
+
+def _is_stuck(ranks: _Ranks) -> bool:
+    began = ranks.step_began
+    return began is not None and time.monotonic() - began > STUCK_S
 
 
 def _culprit(ranks: _Ranks) -> _Follower:
@@ -331,7 +360,7 @@ def _close(ranks: _Ranks) -> None:
         follower.channel.end()
     if ranks.directory is not None:
         shutil.rmtree(ranks.directory, ignore_errors=True)
-    ranks.abort()
+    ranks.release()
     # A thread that comes back from a library when the interpreter has ended takes the process down with it.
     if ranks.listener is not None and ranks.listener is not threading.current_thread():
         ranks.listener.join(STOP_S)

@@ -240,7 +240,6 @@ class ModelRunner:
             kv_caches,
             block_table_rows=self._rows.block_table_rows,
             last_token_ids=self._rows.last_token_ids,
-            greedy=self.backend.greedy,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self._max_model_len,
@@ -380,7 +379,7 @@ class ModelRunner:
         batch, sampling = self._rows.build(step)
         self._launches()
         hidden = self._model.hidden_rows(batch, self.kv_caches)
-        return ForwardOutput(hidden, self._model.lm_head(hidden[: len(sampling.rows)])), sampling
+        return ForwardOutput(hidden, self._model.lm_head.own(hidden[: len(sampling.rows)])), sampling
 
     def _launches(self) -> None:
         """The inputs of a step are ready: it goes to the device now."""
@@ -423,7 +422,8 @@ class ModelRunner:
 
         masks = None if grammar is None else self._grammar_rows(pending.step, grammar)
         processors = self._rows.logits_processors
-        sampled = self._sampler(forward.logits, sampling, processors, masks, prompt_logits)
+        logits = self._model.lm_head.whole(forward.logits)
+        sampled = self._sampler(logits, sampling, processors, masks, prompt_logits)
         self._rows.record_sampled(sampling, sampled.input_ids)
         pending.token_ids = slot.fetch_ids(sampled.token_ids)
         pending.logprobs = self._fetch(slot, sampled.logprobs)

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import traceback
+import weakref
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from pico_vllm.config import EngineConfig, LaunchedRank, ModelConfig
+    from pico_vllm.distributed.communicator import Communicator
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Progress
     from pico_vllm.sampling_params import SamplingParams
@@ -106,7 +108,7 @@ class MultiRankExecutor:
             communicator = self._followers.while_all_live(
                 partial(connect, met.store, shard, device, addresses=met.addresses)
             )
-            self._followers.abort_with(communicator.abort)
+            self._followers.abort_with(communicator.abort, communicator.close)
             overlaps = config.parallel.overlaps(on_gpu=device.type == "cuda")
             with no_garbage_collection():  # what is made here stays: looking through it again and again frees nothing
                 self.runner = ModelRunner(
@@ -123,6 +125,8 @@ class MultiRankExecutor:
                         watched=self._followers.while_all_live,
                     ),
                 )
+            # At the interpreter's end, too, where the engine may be in use still.
+            self._followers.abort_with(communicator.abort, partial(_release, weakref.ref(self.runner), communicator))
             self._followers.wait_for(Ready)
         except RankLostError as error:
             self._fail_to_start(error)
@@ -210,8 +214,6 @@ class MultiRankExecutor:
     def shutdown(self) -> None:
         """End the other ranks' processes; every later call raises EngineDeadError."""
         self._death = self._death or "the ranks have been shut down"
-        if hasattr(self, "runner"):
-            self.runner.drop_graphs()  # NCCL's end waits for those that hold kernels of its
         self._followers.close()
 
     @contextmanager
@@ -220,7 +222,8 @@ class MultiRankExecutor:
         if self._death is not None:
             raise EngineDeadError(self._death)
         try:
-            yield
+            with self._followers.in_step():
+                yield
         except RankLostError as error:
             self._die(error)
         except BaseException as error:
@@ -260,6 +263,14 @@ class MultiRankExecutor:
         self._death = self._followers.blame() or f"a rank is lost, and none says why: {error}"
         self.shutdown()
         raise EngineDeadError(self._death) from error
+
+
+def _release(runner: weakref.ref[ModelRunner], communicator: Communicator) -> None:
+    """NCCL's end waits for graphs that hold kernels of its."""
+    alive = runner()
+    if alive is not None:
+        alive.drop_graphs()
+    communicator.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -210,7 +210,10 @@ def test_prompts_of_a_file_are_tokenised(model_dir, tmp_path, monkeypatch, capsy
         (("run", "--inputs", "a,b", "--out", "x"), "must be numbers"),
         (("run", "--inputs", "0", "--out", "x"), "too small"),
         (("run", "--engine", "vllm", "--out", "x"), "nothing was measured: vllm: vllm isn't installed"),
-        (("suite", "--preset", "cpux", "--out", "x"), "unknown preset 'cpux'; known: cpu, cpu-gate, gpu-gate, seed, gpu"),
+        (
+            ("suite", "--preset", "cpux", "--out", "x"),
+            "unknown preset 'cpux'; known: cpu, cpu-gate, gpu-gate, seed, gpu",
+        ),
         (("workload", "--out", "x", "--kind", "odd"), "unknown --kind 'odd'"),
         (("workload", "--out", "x", "--input-len", "9-3"), "LOW <= HIGH"),
         (("workload", "--out", "x", "--kind", "file"), "needs --prompts"),

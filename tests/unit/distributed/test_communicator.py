@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pico_vllm.distributed.communicator import GlooCommunicator, RankLostError, connect
+from pico_vllm.distributed.communicator import GlooCommunicator, RankLostError, connect, refuse_unlike
 from pico_vllm.distributed.rendezvous import LOOPBACK, file_store, leader_address, publish_leader_address
 from pico_vllm.distributed.sharding import Shard
+from pico_vllm.errors import ConfigError
 
 SIZE = 3
 
@@ -35,6 +36,19 @@ def test_a_cpu_gets_gloo_and_torchs_own_group_is_left_alone(ranks):
     assert all(isinstance(communicator, GlooCommunicator) for communicator in ranks)
     assert not torch.distributed.is_initialized()
     assert [communicator.shard for communicator in ranks] == [Shard(rank, SIZE) for rank in range(SIZE)]
+
+
+def test_ranks_on_unlike_gpus_are_refused_by_all_of_them():
+    def refuse(names):
+        store = torch.distributed.HashStore()
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(refuse_unlike, store, Shard(rank, 2), names[rank]) for rank in range(2)]
+            return [call.exception() for call in calls]
+
+    assert refuse(["NVIDIA H200", "NVIDIA H200"]) == [None, None]
+    for error in refuse(["NVIDIA H200", "NVIDIA A100"]):
+        assert isinstance(error, ConfigError)
+        assert "rank 0: NVIDIA H200, rank 1: NVIDIA A100" in str(error) and "CUDA_VISIBLE_DEVICES" in str(error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

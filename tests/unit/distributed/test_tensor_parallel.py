@@ -159,10 +159,10 @@ def test_every_rank_has_all_logits(backend, size, tied, num_rows):
     hidden = numbers(num_rows, HIDDEN, seed=2)
 
     def run(parameters, group):
-        head, out = LMHead(parameters["lm_head"], group), torch.full((num_rows, 48), float("nan"))
-        assert head(hidden, out).data_ptr() == out.data_ptr()
-        assert torch.equal(head(hidden), out)
-        return out
+        head, out = LMHead(parameters["lm_head"], group), torch.full((num_rows, 48 // size), float("nan"))
+        assert head.own(hidden, out).data_ptr() == out.data_ptr()
+        assert torch.equal(head.whole(out), head(hidden))
+        return head(hidden)
 
     results = on_ranks(size, specs, tensors, backend, run)
     for result in results:
@@ -336,12 +336,38 @@ def test_a_step_of_many_tokens_begins_with_a_sum_that_is_no_copy():
     assert on_each_rank(2, run) == [([4], 1), ([4], 1)]
 
 
+@backends
+@sizes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_chooses_the_best_token_of_all(backend, size, dtype):
+    """Ties on one rank and on two, the best one on each rank once, and one that is better by the least there is."""
+    whole = numbers(8, 12 * size, seed=3).to(dtype)
+    whole[0], whole[1, 5], whole[1, -1] = 2.0, 9.0, 9.0
+    for rank in range(size):
+        whole[2 + rank, 12 * rank + 7] = 50.0
+    whole[6, 0], whole[6, -1] = 40.0, 40.0 * (1 + torch.finfo(dtype).eps)
+    rows = torch.tensor([3, 0, 9, 1, 2, 8, 5, 4])
+    kept = torch.full((10,), -1, dtype=torch.int32)
+    expected = backend.greedy(whole, kept, rows)
+
+    def run(communicator):
+        group = MultiRank(backend, communicator=communicator, overlaps=False)
+        own = whole[:, 12 * communicator.shard.rank :][:, :12].contiguous()
+        of_rank = torch.full((10,), -1, dtype=torch.int32)
+        return group.greedy(own, of_rank, rows), of_rank, group.greedy(own[:0], of_rank, rows[:0])
+
+    for chosen, of_rank, of_none in on_each_rank(size, run):
+        assert chosen.tolist() == expected.tolist() and of_rank.tolist() == kept.tolist() and len(of_none) == 0
+
+
 def test_one_rank_is_the_backend_itself():
     """Nothing stands between a layer and its op."""
     group = SingleRank(CPU)
     assert group.embed is CPU.embedding
     assert group.reduce_add_rms_norm is CPU.add_rms_norm
-    assert group.logits is CPU.linear
+    assert group.own_logits is CPU.linear and group.greedy is CPU.greedy
+    own = torch.ones(2, 8)
+    assert group.all_logits(own) is own
     assert group.largest(-3.0) == -3.0
     assert not group.overlaps
     group.reserve(10, 8, torch.float32)

@@ -224,14 +224,15 @@ def test_out_of_memory_ends_the_largest_request_and_no_other(any_core, expected,
     core = any_core
     core.scheduler._max_num_batched_tokens = 60
     model = core.executor.runner._model
-    original, calls = getattr(model, part), iter(range(1000))
+    owner, name = (model, part) if part == "hidden_rows" else (model.lm_head, "own")
+    original, calls = getattr(owner, name), iter(range(1000))
 
     def lacks_memory(*args):
         if next(calls) == number:
             raise torch.OutOfMemoryError("tried to allocate 3 GiB")
         return original(*args)
 
-    monkeypatch.setattr(model, part, lacks_memory)
+    monkeypatch.setattr(owner, name, lacks_memory)
     add_three(core)
     add(core, "large", greedy(4), prompt=[7] * 200)
     tokens, ends = run(core)
@@ -259,7 +260,7 @@ def test_the_memory_error_holds_nothing_of_the_step(core, monkeypatch):
     def lacks_memory(*args):
         raise torch.OutOfMemoryError("no")
 
-    monkeypatch.setattr(runner._model, "lm_head", lacks_memory)
+    monkeypatch.setattr(runner._model.lm_head, "own", lacks_memory)
     add(core, "r", greedy(2))
     with pytest.raises(DeviceOutOfMemoryError, match="no") as caught:
         core.executor.start(core.scheduler.schedule())

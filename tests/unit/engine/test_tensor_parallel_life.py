@@ -18,6 +18,7 @@ from child_processes import NOTICED_S, assert_end, is_running
 from engine_runs import greedy, make_llm
 from pico_vllm.distributed.communicator import RankLostError
 from pico_vllm.errors import ConfigError, EngineDeadError, WeightLoadError
+from pico_vllm.worker import followers
 from pico_vllm.worker.followers import Followers
 from pico_vllm.worker.rank_messages import RankChannel, Ready
 
@@ -218,6 +219,22 @@ def test_a_stuck_rank_is_ended_by_a_shutdown_from_another_thread(checkpoint):
         llm.generate(PROMPT, greedy(5))
     assert time.monotonic() - start < NOTICED_S
     assert_end(pid)
+
+
+def test_a_stuck_rank_is_noticed_when_a_step_takes_too_long(checkpoint, monkeypatch):
+    monkeypatch.setattr(followers, "STUCK_S", 0.7)
+    monkeypatch.setattr(followers, "LOOK_S", 0.1)
+    llm = make_llm(checkpoint, **OPTIONS)
+    (pid,) = llm.engine.core.executor.pids
+    time.sleep(1.0)  # between steps there is no limit
+    assert llm.generate(PROMPT, greedy(2))[0].outputs[0].token_ids
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=f"has not ended in 1 s: a rank is stuck .*pid {pid}"):
+        llm.generate(PROMPT, greedy(5))
+    assert time.monotonic() - start < NOTICED_S
+    assert_end(pid)
+    assert_dead(llm, "a rank is stuck")
 
 
 def test_an_error_of_rank_0_in_a_step_ends_the_engine_with_its_traceback(checkpoint):

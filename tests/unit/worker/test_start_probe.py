@@ -76,7 +76,6 @@ def captures(runner, kv_caches, record, *, trial=False):
         kv_caches,
         block_table_rows=runner._rows.block_table_rows,
         last_token_ids=runner._rows.last_token_ids,
-        greedy=runner.backend.greedy,
         max_num_seqs=16,
         max_num_batched_tokens=100,
         max_model_len=64,
