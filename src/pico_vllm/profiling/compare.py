@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -23,6 +23,22 @@ from pico_vllm.profiling.tables import UNKNOWN, NumberTable
 
 if TYPE_CHECKING:
     from pico_vllm.profiling.profile import Profile, WorkRow
+
+#: Settings whose names in profile.json don't say it; the others are called as they are there.
+_IN_WORDS = {
+    "input_len": "tokens in",
+    "output_len": "tokens out",
+    "concurrency": "requests at a time",
+    "num_steps": "recorded steps",
+    "skip_steps": "steps left out before",
+    "seed": "seed of the prompts",
+    "cuda_graphs": "CUDA graphs",
+    "async_scheduling": "overlapped scheduling",
+    "enable_prefix_caching": "prefix cache",
+    "tensor_parallel_size": "GPUs that share the model",
+    "max_num_batched_tokens": "tokens of a step at most",
+    "block_size": "tokens of a KV block",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +145,21 @@ def _differences(a: Profile, b: Profile) -> list[str]:
         *((name, a.engine.get(name), b.engine.get(name)) for name in sorted({*a.engine, *b.engine})),
     ):
         if one != two:
-            warnings.append(f"{name} differs: {one} and {two}")
+            warnings.append(f"differ in {_IN_WORDS.get(name, name)}: A {_value(name, one)}, B {_value(name, two)}")
     if a.summary.on_gpu != b.summary.on_gpu:
         warnings.append("one capture is of a GPU and one of a CPU")
     for name, profile in (("A", a), ("B", b)):
         if profile.ceilings is None:
             warnings.append(f"{name} has no ceilings: shares of them are left out")
     return warnings
+
+
+def _value(name: str, value: Any) -> str:
+    if value is None:
+        return "one burst to its end" if name == "num_steps" else "unknown"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
 
 
 def _compare_work(

@@ -103,14 +103,22 @@ def test_what_makes_them_hard_to_compare_is_told():
     b = profiles.profile(model="N", ceilings=None, on_gpu=False, workload={"input_len": 64}, engine={"backend": "cpu"})
     assert compare(profiles.profile(), profiles.profile()).warnings == ()
     assert compare(profiles.profile(), b).warnings == (
-        "model differs: M and N",
-        "concurrency differs: 8 and None",
-        "input_len differs: 512 and 64",
-        "output_len differs: 32 and None",
-        "backend differs: triton and cpu",
-        "cuda_graphs differs: True and None",
+        "differ in model: A M, B N",
+        "differ in requests at a time: A 8, B unknown",
+        "differ in tokens in: A 512, B 64",
+        "differ in tokens out: A 32, B unknown",
+        "differ in backend: A triton, B cpu",
+        "differ in CUDA graphs: A on, B unknown",
         "one capture is of a GPU and one of a CPU",
         "B has no ceilings: shares of them are left out",
+    )
+
+
+def test_a_whole_burst_against_some_steps_is_told_in_words():
+    a, b = (profiles.profile(workload={"num_steps": num}, engine={"cuda_graphs": num is None}) for num in (None, 40))
+    assert compare(a, b).warnings == (
+        "differ in recorded steps: A one burst to its end, B 40",
+        "differ in CUDA graphs: A on, B off",
     )
 
 
