@@ -41,3 +41,15 @@ def profile(**changes: Any) -> Profile:
         summary=dataclasses.replace(summary, **of_summary),
     )
     return dataclasses.replace(whole, **changes)
+
+
+def wide_profile() -> Profile:
+    """Long names, numbers of many digits, every column in use."""
+    namespace = "void at::native::(anonymous namespace)::"
+    kernel = f"{namespace}indexSelectSmallIndex<c10::BFloat16, int, unsigned int, 2, 2, -2>(long)"
+    numbers = {"bandwidth_share": 0.789, "flops_share": 0.037, "grid": "65535 x 5 x 8"}
+    rows = [
+        row(kernel, 123456, 9876543210.0, op="gated_linear 1536 x 2 x 8960", **numbers),
+        row("_hopper_linear_kernel", 123456, 9876543210.0, **numbers),
+    ]
+    return profile(ops=rows, kernels=rows)

@@ -16,7 +16,17 @@ def launch(at: float, correlation: int, category: str = "cuda_runtime") -> dict[
     return {"ph": "X", "cat": category, "name": "cudaLaunchKernel", "ts": at, "dur": 0.5, "tid": 1, "args": args}
 
 
-def kernel(name: str, start: float, end: float, correlation: int = 0, stream: int = 7) -> dict[str, Any]:
+def kernel(
+    name: str,
+    start: float,
+    end: float,
+    correlation: int = 0,
+    stream: int = 7,
+    device: int = 0,
+    grid: tuple[int, int, int] | None = None,
+) -> dict[str, Any]:
     """A kernel on a GPU."""
-    args = {"correlation": correlation, "stream": stream}
+    args: dict[str, Any] = {"correlation": correlation, "device": device, "stream": stream}
+    if grid is not None:
+        args["grid"] = list(grid)
     return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "tid": stream, "args": args}

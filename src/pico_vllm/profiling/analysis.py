@@ -4,6 +4,10 @@ The window is [start of the first step, end of the last step): everything is cli
 least one kernel of any stream runs; the rest of the window is gaps. The host is in one phase at every moment: the
 innermost one of those that are open, ``OTHER`` in a step but in no phase, ``CALLER`` between two steps. So the phases
 add up to the window, and each microsecond of a gap lies in one of them.
+
+A kernel that is launched early starts while the one before it on its stream runs, and waits inside for its end
+(programmatic dependent launch). What counts of a kernel is its own time, without that wait; own times of one stream add
+up to the time in which it is busy.
 """
 
 from __future__ import annotations
@@ -80,7 +84,7 @@ def summarize(
         ops=ops,
         kernels=kernels if trace.on_gpu else [],
         # Held against the time in which the device was busy: kernels that overlap count once.
-        whole=_row("all kernels", None, len(trace.kernels), total(union), total(union), whole_cost, ceilings),
+        whole=_row("all kernels", len(trace.kernels), total(union), total(union), whole_cost, ceilings),
     )
 
 
@@ -125,27 +129,46 @@ def work_rows(
     """
     assert not costs or len(costs) == len(trace.ops), f"{len(costs)} costs of {len(trace.ops)} ops"
     op_of_kernel = [_containing(trace.ops, kernel.launched_us) for kernel in trace.kernels]
-    kernels_of_op: dict[int, list[Kernel]] = defaultdict(list)
-    for kernel, op in zip(trace.kernels, op_of_kernel, strict=True):
+    own_us = own_times(trace.kernels)
+    times_of_op: dict[int, list[float]] = defaultdict(list)
+    for us, op in zip(own_us, op_of_kernel, strict=True):
         if op is not None:
-            kernels_of_op[op].append(kernel)
-    all_us = total((kernel.start_us, kernel.end_us) for kernel in trace.kernels)
+            times_of_op[op].append(us)
+    all_us = sum(own_us)
 
     by_op: dict[str, _Sum] = defaultdict(_Sum)
     for index, op in enumerate(trace.ops):
-        launched = kernels_of_op[index]
-        if launched:  # one that launches nothing, such as a lookup on the host, is the host's time
-            by_op[op.name].add(total((k.start_us, k.end_us) for k in launched), costs[index] if costs else None)
-    by_kernel: dict[tuple[str, str | None], _Sum] = defaultdict(_Sum)
-    for kernel, op in zip(trace.kernels, op_of_kernel, strict=True):
-        is_alone = op is not None and len(kernels_of_op[op]) == 1
+        times = times_of_op[index]
+        if times:  # one that launches nothing, such as a lookup on the host, is the host's time
+            by_op[op.name].add(sum(times), costs[index] if costs else None)
+    by_kernel: dict[tuple[str, str | None, str | None], _Sum] = defaultdict(_Sum)
+    for kernel, us, op in zip(trace.kernels, own_us, op_of_kernel, strict=True):
+        is_alone = op is not None and len(times_of_op[op]) == 1
         cost = costs[op] if costs and op is not None and is_alone else None
         name = None if op is None else trace.ops[op].name
-        by_kernel[kernel.name, name].add(kernel.end_us - kernel.start_us, cost)
+        by_kernel[kernel.name, name, kernel.grid].add(us, cost)
 
-    ops = [_row(name, None, s.calls, s.us, all_us, s.cost, ceilings) for name, s in by_op.items()]
-    kernels = [_row(name, op, s.calls, s.us, all_us, s.cost, ceilings) for (name, op), s in by_kernel.items()]
+    ops = [_row(name, s.calls, s.us, all_us, s.cost, ceilings) for name, s in by_op.items()]
+    kernels = [
+        _row(name, s.calls, s.us, all_us, s.cost, ceilings, op=op, grid=grid)
+        for (name, op, grid), s in by_kernel.items()
+    ]
     return sorted(ops, key=_by_time), sorted(kernels, key=_by_time)
+
+
+def own_times(kernels: Sequence[Kernel]) -> list[float]:
+    """Microseconds of each kernel since its start, or since its stream's earlier ones have ended where that is later.
+
+    Args:
+        kernels: sorted by start.
+    """
+    ends: dict[tuple[int, int], float] = {}
+    times = []
+    for kernel in kernels:
+        waits_until = ends.get(kernel.stream, kernel.start_us)
+        times.append(max(0.0, kernel.end_us - max(kernel.start_us, waits_until)))
+        ends[kernel.stream] = max(waits_until, kernel.end_us)
+    return times
 
 
 # ---------------------------------------------------------------------------------------------------------- private
@@ -181,7 +204,15 @@ def sum_of(costs: Sequence[Cost]) -> Cost:
 
 
 def _row(
-    name: str, op: str | None, calls: int, us: float, all_us: float, cost: Cost | None, ceilings: Ceilings | None
+    name: str,
+    calls: int,
+    us: float,
+    all_us: float,
+    cost: Cost | None,
+    ceilings: Ceilings | None,
+    *,
+    op: str | None = None,
+    grid: str | None = None,
 ) -> WorkRow:
     bandwidth_share = flops_share = None
     if cost is not None and ceilings is not None and us > 0:
@@ -198,11 +229,12 @@ def _row(
         flops=None if cost is None else cost.flops,
         bandwidth_share=bandwidth_share,
         flops_share=flops_share,
+        grid=grid,
     )
 
 
-def _by_time(row: WorkRow) -> tuple[float, str]:
-    return -row.total_us, row.name
+def _by_time(row: WorkRow) -> tuple[float, str, str]:
+    return -row.total_us, row.name, row.grid or ""
 
 
 def _containing(ranges: Sequence[Range], at_us: float | None) -> int | None:
@@ -216,10 +248,10 @@ def _containing(ranges: Sequence[Range], at_us: float | None) -> int | None:
 def _layers_us(trace: Trace) -> list[float]:
     """Device time of each layer, a step."""
     sums: dict[int, float] = defaultdict(float)
-    for kernel in trace.kernels:
+    for kernel, us in zip(trace.kernels, own_times(trace.kernels), strict=True):
         index = _containing(trace.layers, kernel.launched_us)
         if index is not None:
-            sums[int(trace.layers[index].name)] += kernel.end_us - kernel.start_us
+            sums[int(trace.layers[index].name)] += us
     return [sums[layer] / len(trace.steps) for layer in sorted(sums)]
 
 

@@ -8,7 +8,9 @@ process.
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +71,11 @@ def capture(
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     run = LoadRun(engine, load, run_index)
     run.skip()
-    with (
-        engine_ranges(engine, torch.profiler.record_function) as log,
-        torch.profiler.profile(activities=activities) as profiler,
-    ):
+    with engine_ranges(engine, torch.profiler.record_function) as log, ExitStack() as stack:
+        with warnings.catch_warnings():
+            # torch 2.10 and later say it of a profile of one cycle too, until pytorch/pytorch#180387.
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+            profiler = stack.enter_context(torch.profiler.profile(activities=activities))
         for _ in run.steps():
             pass
         if on_gpu:

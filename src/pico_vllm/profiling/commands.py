@@ -105,8 +105,9 @@ def show(
     """Print the tables of a capture again."""
     from pico_vllm.profiling.profile import read_profile
     from pico_vllm.profiling.report import render
+    from pico_vllm.profiling.tables import print_tables
 
-    _print(render(read_profile(path), max_rows=rows))
+    print_tables(render(read_profile(path), max_rows=rows))
 
 
 @app.command()
@@ -118,8 +119,9 @@ def compare(
     """Put two captures side by side: two commits, two settings, two GPUs."""
     from pico_vllm.profiling.compare import render_comparison
     from pico_vllm.profiling.profile import read_profile
+    from pico_vllm.profiling.tables import print_tables
 
-    _print(render_comparison(read_profile(a), read_profile(b), max_rows=rows))
+    print_tables(render_comparison(read_profile(a), read_profile(b), max_rows=rows))
 
 
 # ---------------------------------------------------------------------------------------------------------- private
@@ -149,6 +151,7 @@ def _record(
     from pico_vllm.profiling.capture import capture, engine_settings, run_with_nvtx, warm_up
     from pico_vllm.profiling.profile import PROFILE_FILE, TRACE_FILE, Profile, write_profile
     from pico_vllm.profiling.report import render
+    from pico_vllm.profiling.tables import print_tables
 
     with open_model(model, name=None, dtype=dtype, device=device) as found:
         measured = None
@@ -183,7 +186,7 @@ def _record(
         )
         engine.shutdown()
     write_profile(profile, out / PROFILE_FILE)
-    _print(render(profile, max_rows=rows))
+    print_tables(render(profile, max_rows=rows))
     _say(
         f"{out / TRACE_FILE}: open it in https://ui.perfetto.dev or chrome://tracing; the numbers: {out / PROFILE_FILE}"
     )
@@ -197,14 +200,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"--options={text!r} must be a JSON object")
     return value
-
-
-def _print(what: Any) -> None:
-    from rich.console import Console
-
-    from pico_vllm.profiling.report import TABLE_WIDTH
-
-    Console(width=max(Console().width, TABLE_WIDTH)).print(what, highlight=False)
 
 
 def _say(message: str) -> None:

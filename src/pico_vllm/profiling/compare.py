@@ -3,23 +3,42 @@
 A ratio is B / A of a time: below 1 B is faster. Where both captures have their device's ceilings, ops and kernels of
 known cost also get the share of the ceiling that bounds them, and the ratio of these shares: what is left of a
 difference when each device is held against what it can do.
+
+Kernels of one name are told apart as far as both captures can do it. Where one has replayed the kernel in CUDA graphs
+and so knows no op, ops don't count; where they have launched other grids (another card, another batch), grids don't.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
-from pico_vllm.profiling.report import MAX_ROWS, headline, microseconds, share
+from pico_vllm.profiling.report import MAX_ROWS, headline, kernel_name, microseconds, share, table_title
+from pico_vllm.profiling.tables import UNKNOWN, NumberTable
 
 if TYPE_CHECKING:
     from pico_vllm.profiling.profile import Profile, WorkRow
+
+#: Settings whose names in profile.json don't say it; the others are called as they are there.
+_IN_WORDS = {
+    "input_len": "tokens in",
+    "output_len": "tokens out",
+    "concurrency": "requests at a time",
+    "num_steps": "recorded steps",
+    "skip_steps": "steps left out before",
+    "seed": "seed of the prompts",
+    "cuda_graphs": "CUDA graphs",
+    "async_scheduling": "overlapped scheduling",
+    "enable_prefix_caching": "prefix cache",
+    "tensor_parallel_size": "GPUs that share the model",
+    "max_num_batched_tokens": "tokens of a step at most",
+    "block_size": "tokens of a KV block",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +63,15 @@ class ComparedWork:
         each_us: of one call.
         step_us: of a step's calls.
         ceiling_share: of the device's ceiling.
+        op, grid: of a kernel, where it is but one.
     """
 
     name: str
     each_us: ComparedRow
     step_us: ComparedRow
     ceiling_share: ComparedRow
+    op: str | None = None
+    grid: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +138,14 @@ def render_comparison(a: Profile, b: Profile, *, max_rows: int = MAX_ROWS) -> Re
 # ---------------------------------------------------------------------------------------------------------- private
 def _differences(a: Profile, b: Profile) -> list[str]:
     warnings = []
-    for what, one, two in (
+    for name, one, two in (
         ("model", a.model, b.model),
         ("dtype", a.dtype, b.dtype),
         *((name, a.workload.get(name), b.workload.get(name)) for name in sorted({*a.workload, *b.workload})),
         *((name, a.engine.get(name), b.engine.get(name)) for name in sorted({*a.engine, *b.engine})),
     ):
         if one != two:
-            warnings.append(f"{what} differs: {one} and {two}")
+            warnings.append(f"differ in {_IN_WORDS.get(name, name)}: A {_value(name, one)}, B {_value(name, two)}")
     if a.summary.on_gpu != b.summary.on_gpu:
         warnings.append("one capture is of a GPU and one of a CPU")
     for name, profile in (("A", a), ("B", b)):
@@ -132,35 +154,80 @@ def _differences(a: Profile, b: Profile) -> list[str]:
     return warnings
 
 
+def _value(name: str, value: Any) -> str:
+    if value is None:
+        return "one burst to its end" if name == "num_steps" else "unknown"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
 def _compare_work(
     a: Sequence[WorkRow], b: Sequence[WorkRow], steps_of_a: int, steps_of_b: int
 ) -> tuple[ComparedWork, ...]:
-    of_a, of_b = ({(row.name, row.op): row for row in rows} for rows in (a, b))
     compared = []
-    for key in {**of_a, **of_b}:
-        one, two = of_a.get(key), of_b.get(key)
+    for one, two in _matched(a, b):
         compared.append(
             ComparedWork(
-                key[0],
-                ComparedRow("", one and one.each_us, two and two.each_us),
-                ComparedRow("", one and one.total_us / steps_of_a, two and two.total_us / steps_of_b),
-                ComparedRow("", one and one.ceiling_share, two and two.ceiling_share),
+                (one or two)[0].name,
+                ComparedRow("", _each_us(one), _each_us(two)),
+                ComparedRow("", _step_us(one, steps_of_a), _step_us(two, steps_of_b)),
+                ComparedRow("", _ceiling_share(one), _ceiling_share(two)),
+                op=_the_only({row.op for row in one}, {row.op for row in two}),
+                grid=_the_only({row.grid for row in one}, {row.grid for row in two}),
             )
         )
     return tuple(sorted(compared, key=lambda row: -max(row.step_us.a or 0.0, row.step_us.b or 0.0)))
 
 
-def _plain_table(title: str, rows: Sequence[ComparedRow]) -> Table:
-    table = _table(title, ("", "A", "B", "B / A"))
-    for row in rows:
-        table.add_row(row.name, _us(row.a), _us(row.b), _ratio(row))
-    return table
+def _matched(a: Sequence[WorkRow], b: Sequence[WorkRow]) -> list[tuple[list[WorkRow], list[WorkRow]]]:
+    """(of a, of b): what is compared with what; one of the two may be empty."""
+    matched: dict[tuple[str | None, ...], tuple[list[WorkRow], list[WorkRow]]] = defaultdict(lambda: ([], []))
+    for name in {row.name: None for row in (*a, *b)}:
+        one, two = ([row for row in rows if row.name == name] for rows in (a, b))
+        by_op, by_grid = _told_apart_by(one, two) if one and two else (True, True)
+        for side, rows in enumerate((one, two)):
+            for row in rows:
+                key = name, row.op if by_op else None, row.grid if by_grid else None
+                matched[key][side].append(row)
+    return list(matched.values())
 
 
-def _work_table(title: str, rows: Sequence[ComparedWork], max_rows: int) -> Table:
-    title = f"{title} (the first {max_rows} of {len(rows)})" if len(rows) > max_rows else title
+def _told_apart_by(one: Sequence[WorkRow], two: Sequence[WorkRow]) -> tuple[bool, bool]:
+    """Whether (ops, grids) mean the same in both captures' rows of a kernel."""
+    ops = [{row.op for row in rows} for rows in (one, two)]
+    grids = [{row.grid for row in rows} for rows in (one, two)]
+    return ops[0] == ops[1] or None not in ops[0] | ops[1], grids[0] == grids[1]
+
+
+def _each_us(rows: Sequence[WorkRow]) -> float | None:
+    return sum(row.total_us for row in rows) / sum(row.calls for row in rows) if rows else None
+
+
+def _step_us(rows: Sequence[WorkRow], num_steps: int) -> float | None:
+    return sum(row.total_us for row in rows) / num_steps if rows else None
+
+
+def _ceiling_share(rows: Sequence[WorkRow]) -> float | None:
+    """None of rows that were added up: each may have a ceiling of its own."""
+    return rows[0].ceiling_share if len(rows) == 1 else None
+
+
+def _the_only(one: set[str | None], two: set[str | None]) -> str | None:
+    """What both say, or one of them where the other one knows nothing."""
+    values = (one if one != {None} else set()) | (two if two != {None} else set())
+    return values.pop() if len(values) == 1 else None
+
+
+def _plain_table(title: str, rows: Sequence[ComparedRow]) -> NumberTable:
+    cells = [(row.name, _us(row.a), _us(row.b), _ratio(row)) for row in rows]
+    return NumberTable(title, ("", "A", "B", "B / A"), cells)
+
+
+def _work_table(title: str, rows: Sequence[ComparedWork], max_rows: int) -> NumberTable:
     header = (
         "",
+        "grid",
         "A µs each",
         "B µs each",
         "B / A",
@@ -169,11 +236,12 @@ def _work_table(title: str, rows: Sequence[ComparedWork], max_rows: int) -> Tabl
         "A of ceiling",
         "B of ceiling",
         "B / A",
+        "op",
     )
-    table = _table(title, header)
-    for row in rows[:max_rows]:
-        table.add_row(
-            escape(row.name if len(row.name) <= 40 else row.name[:39] + "…"),
+    cells = [
+        (
+            kernel_name(row.name),
+            row.grid or UNKNOWN,
             _us(row.each_us.a),
             _us(row.each_us.b),
             _ratio(row.each_us),
@@ -182,20 +250,16 @@ def _work_table(title: str, rows: Sequence[ComparedWork], max_rows: int) -> Tabl
             share(row.ceiling_share.a),
             share(row.ceiling_share.b),
             _ratio(row.ceiling_share),
+            row.op or UNKNOWN,
         )
-    return table
-
-
-def _table(title: str, header: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in header:
-        table.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
-    return table
+        for row in rows[:max_rows]
+    ]
+    return NumberTable(table_title(title, len(rows), max_rows), header, cells)
 
 
 def _us(value: float | None) -> str:
-    return "–" if value is None else microseconds(value)
+    return UNKNOWN if value is None else microseconds(value)
 
 
 def _ratio(row: ComparedRow) -> str:
-    return "–" if row.ratio is None else f"{row.ratio:.2f}"
+    return UNKNOWN if row.ratio is None else f"{row.ratio:.2f}"

@@ -75,10 +75,12 @@ class WorkRow:
     Attributes:
         name: of the op or kernel.
         op: of a kernel, the op that launches it; None = unknown, as in a CUDA graph.
-        calls, total_us: on the device; kernels that overlap count in full.
+        calls, total_us: on the device; a kernel's wait for the one before it on its stream doesn't count, kernels of
+            two streams count in full.
         time_share: of all kernels' time.
         num_bytes, flops: what the calls can't do without; None = unknown.
         bandwidth_share, flops_share: of the device's ceilings; None where they weren't measured or the cost is unknown.
+        grid: of a kernel's launches; None = unknown, or it has none.
     """
 
     name: str
@@ -90,6 +92,7 @@ class WorkRow:
     flops: int | None = None
     bandwidth_share: float | None = None
     flops_share: float | None = None
+    grid: str | None = None
 
     @property
     def each_us(self) -> float:

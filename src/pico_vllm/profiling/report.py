@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from pico_vllm.profiling.analysis import quantile
+from pico_vllm.profiling.tables import UNKNOWN, NumberTable
 
 if TYPE_CHECKING:
     from pico_vllm.profiling.profile import Profile, Summary, WorkRow
 
-#: What the tables need to show a row in a line.
-TABLE_WIDTH = 140
 MAX_ROWS = 20
-_NAME_WIDTH = 60
+#: Of every kernel of torch's.
+_CPP_NOISE = ("void ", "at::native::", "(anonymous namespace)::")
 
 
 def render(profile: Profile, *, max_rows: int = MAX_ROWS) -> RenderableType:
@@ -27,9 +26,9 @@ def render(profile: Profile, *, max_rows: int = MAX_ROWS) -> RenderableType:
     parts: list[RenderableType] = [headline(profile), _overview(profile), _host(summary)]
     if summary.ops:
         of = "ops launched from Python" if summary.on_gpu else "ops"
-        parts.append(_work(f"{of}, by time", summary.ops, max_rows, with_op=False))
+        parts.append(_work(f"{of}, by time", summary.ops, max_rows))
     if summary.kernels:
-        parts.append(_work("kernels, by time", summary.kernels, max_rows, with_op=bool(summary.ops)))
+        parts.append(_work("kernels, by time", summary.kernels, max_rows))
     if summary.on_gpu and profile.engine.get("cuda_graphs"):
         parts.append(
             "Kernels without an op were replayed in CUDA graphs, where layers and ops aren't seen: --eager shows them."
@@ -51,12 +50,24 @@ def headline(profile: Profile) -> str:
 
 def share(value: float | None) -> str:
     """A part of a whole; what isn't known is a dash."""
-    return "–" if value is None else f"{value:.1%}"
+    return UNKNOWN if value is None else f"{value:.1%}"
 
 
 def microseconds(value: float) -> str:
     """With one digit after the point where there are few before it."""
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def kernel_name(name: str) -> str:
+    """Without what all kernels of torch have in their names."""
+    for noise in _CPP_NOISE:
+        name = name.replace(noise, "")
+    return name
+
+
+def table_title(title: str, num_rows: int, max_rows: int) -> str:
+    """Says when rows are left out."""
+    return f"{title} (the first {max_rows} of {num_rows})" if num_rows > max_rows else title
 
 
 # ---------------------------------------------------------------------------------------------------------- private
@@ -97,10 +108,9 @@ def _overview(profile: Profile) -> Table:
     return table
 
 
-def _host(summary: Summary) -> Table:
-    table = _table("host, by phase", ("", "calls", "µs a step", "share", "gaps in it", "their ms"))
-    for name, phase in summary.host.items():
-        table.add_row(
+def _host(summary: Summary) -> NumberTable:
+    rows = [
+        (
             name,
             str(phase.calls),
             microseconds(phase.total_us / summary.num_steps),
@@ -108,34 +118,25 @@ def _host(summary: Summary) -> Table:
             str(phase.num_gaps),
             f"{phase.gap_us / 1e3:,.2f}",
         )
-    return table
+        for name, phase in summary.host.items()
+    ]
+    return NumberTable("host, by phase", ("", "calls", "µs a step", "share", "gaps in it", "their ms"), rows)
 
 
-def _work(title: str, rows: Sequence[WorkRow], max_rows: int, *, with_op: bool) -> Table:
-    shown = rows[:max_rows]
-    title = f"{title} (the first {max_rows} of {len(rows)})" if len(rows) > max_rows else title
-    header = ("", "calls", "ms", "µs each", "share", "of bandwidth", "of FLOPs", *(("op",) if with_op else ()))
-    table = _table(title, header)
-    for row in shown:
-        table.add_row(
-            escape(_short(row.name)),
+def _work(title: str, rows: Sequence[WorkRow], max_rows: int) -> NumberTable:
+    header = ("", "grid", "calls", "ms", "µs each", "share", "of bandwidth", "of FLOPs", "op")
+    cells = [
+        (
+            kernel_name(row.name),
+            row.grid or UNKNOWN,
             str(row.calls),
             f"{row.total_us / 1e3:,.2f}",
             microseconds(row.each_us),
             share(row.time_share),
             share(row.bandwidth_share),
             share(row.flops_share),
-            *((escape(row.op or "–"),) if with_op else ()),
+            row.op or UNKNOWN,
         )
-    return table
-
-
-def _table(title: str, header: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in header:
-        table.add_column(name, justify="left" if name in ("", "op") else "right", no_wrap=True)
-    return table
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 1] + "…"
+        for row in rows[:max_rows]
+    ]
+    return NumberTable(table_title(title, len(rows), max_rows), header, cells)

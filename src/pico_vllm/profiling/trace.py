@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,16 @@ class Kernel:
 
     Attributes:
         launched_us: when the host has launched it; None = unknown.
+        grid: of the launch, "280" or "2 x 5 x 8"; None = unknown, or it has none, such as a copy.
+        stream: that it runs on, of its GPU.
     """
 
     name: str
     start_us: float
     end_us: float
     launched_us: float | None = None
+    grid: str | None = None
+    stream: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +111,7 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
         for event in complete
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
-    kernels = [
-        Kernel(event["name"], *_times(event), launched_us.get(event.get("args", {}).get("correlation")))
-        for event in complete
-        if event.get("cat") in _ON_DEVICE
-    ]
+    kernels = [_kernel(event, launched_us) for event in complete if event.get("cat") in _ON_DEVICE]
     on_gpu = bool(kernels)
     if not on_gpu:
         kernels = [Kernel(op.name, op.start_us, op.end_us, op.start_us) for op in ranges[OP]]
@@ -124,6 +124,25 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
         kernels=tuple(sorted(kernels, key=lambda kernel: kernel.start_us)),
         on_gpu=on_gpu,
     )
+
+
+def _kernel(event: Mapping[str, Any], launched_us: Mapping[int, float]) -> Kernel:
+    args = event.get("args", {})
+    return Kernel(
+        event["name"],
+        *_times(event),
+        launched_us=launched_us.get(args.get("correlation")),
+        grid=_grid(args.get("grid")),
+        stream=(args.get("device", 0), args.get("stream", 0)),
+    )
+
+
+def _grid(sizes: Sequence[int] | None) -> str | None:
+    """As it is read, without the ones at its end."""
+    if not sizes:
+        return None
+    last = max((axis for axis, size in enumerate(sizes) if size != 1), default=0)
+    return " x ".join(str(size) for size in sizes[: last + 1])
 
 
 def _times(event: Mapping[str, Any]) -> tuple[float, float]:

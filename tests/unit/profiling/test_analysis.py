@@ -5,7 +5,7 @@ import pytest
 from pico_vllm.bench.ceilings import Ceilings
 from pico_vllm.bench.kernel_cases.case import Cost
 from pico_vllm.errors import ConfigError
-from pico_vllm.profiling.analysis import Segment, host_segments, quantile, summarize, work_rows
+from pico_vllm.profiling.analysis import Segment, host_segments, own_times, quantile, summarize, work_rows
 from pico_vllm.profiling.intervals import gaps_between, merged, overlaps
 from pico_vllm.profiling.trace import Range, read_trace
 from traces import host, kernel, launch
@@ -142,6 +142,74 @@ def test_kernels_are_sorted_by_time_with_calls_and_shares():
     ]
     assert kernels[0].time_share == 80 / 138.5
     assert kernels[0].num_bytes is None and kernels[0].bandwidth_share is None
+
+
+# -------------------------------------------------------------------------------------------------- launched early
+def launched_early():
+    """Two kernels of stream 7 start while their predecessor runs, the third one doesn't; stream 8 has a copy.
+
+    GPU    stream 7: 10–20, 12–30 (waits until 20), 29–45 (until 30), 50–60
+           stream 8: 15–25
+    """
+    return [
+        host("step", 0, 100),
+        host("layer.0", 0, 10),
+        host("op.linear", 0, 2),
+        launch(1, 1),
+        host("op.attention", 2, 10),
+        launch(3, 2),
+        launch(4, 3),
+        launch(11, 4),
+        launch(12, 5),
+        kernel("mm", 10, 20, 1, grid=(64, 1, 1)),
+        kernel("split", 12, 30, 2, grid=(2, 5, 8)),
+        kernel("merge", 29, 45, 3, grid=(8, 1, 1)),
+        kernel("mm", 50, 60, 4, grid=(280, 1, 1)),
+        kernel("copy", 15, 25, 5, stream=8),
+    ]
+
+
+def test_a_wait_for_the_kernel_before_is_not_a_kernels_own_time():
+    kernels = read_trace(launched_early()).kernels
+    assert [(k.name, us) for k, us in zip(kernels, own_times(kernels), strict=True)] == [
+        ("mm", 10),
+        ("split", 10),
+        ("copy", 10),
+        ("merge", 15),
+        ("mm", 10),
+    ]
+
+
+def test_own_times_of_a_stream_add_up_to_its_busy_time():
+    events = [event for event in launched_early() if event["name"] != "copy"]
+    summary = summarize(read_trace(events))
+    assert sum(kernel.total_us for kernel in summary.kernels) == summary.busy_us == 35 + 10
+
+
+def test_a_kernel_that_ends_within_its_predecessor_adds_nothing():
+    kernels = read_trace([kernel("long", 0, 10), kernel("short", 2, 5), kernel("next", 6, 12)]).kernels
+    assert own_times(kernels) == [10, 0, 2]
+
+
+def test_ops_layers_shares_and_costs_are_of_own_times():
+    costs = [Cost(5, 0, 2), Cost(25, 0, 0)]
+    summary = summarize(read_trace(launched_early()), costs, ceilings=CEILINGS)
+    attention, linear = summary.ops
+    assert (attention.name, attention.total_us, attention.time_share) == ("attention", 10 + 15, 25 / 55)
+    assert (linear.name, linear.total_us, linear.bandwidth_share) == ("linear", 10, 0.5)
+    assert attention.bandwidth_share == 1
+    assert summary.layers_us == [35]
+
+
+def test_launches_of_one_kernel_with_other_grids_are_rows_of_their_own():
+    kernels = summarize(read_trace(launched_early())).kernels
+    assert [(row.name, row.grid, row.calls, row.total_us) for row in kernels] == [
+        ("merge", "8", 1, 15),
+        ("copy", None, 1, 10),
+        ("mm", "280", 1, 10),
+        ("mm", "64", 1, 10),
+        ("split", "2 x 5 x 8", 1, 10),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ ops, layers

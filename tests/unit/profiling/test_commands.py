@@ -109,6 +109,26 @@ def test_captures_that_are_not_there_or_of_another_version_are_named(profile, tm
     assert code == 1 and "version 0" in err and "reads version 1" in err
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("command", ["show", "compare"])
+def test_numbers_are_whole_in_a_terminal_of_80_columns_and_in_a_pipe(
+    profile, tmp_path, monkeypatch, command, is_terminal
+):
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "dumb")  # 80 columns
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    write_profile(profiles.wide_profile(), tmp_path / "profile.json")
+    code, out, _ = profile(command, *[tmp_path] * (1 if command == "show" else 2))
+    lines = out[out.index("kernels") :].splitlines()
+    numbers = ("9,876,543.21", "3.7%") if command == "show" else ("987,654,321", "1.00")
+    assert code == 0
+    assert all(number in line for number in ("65535 x 5 x 8", "80,001", "78.9%", *numbers) for line in lines[4:6])
+    assert ("of FLOPs" if command == "show" else "B of ceiling") in lines[2]
+    assert lines[4].startswith(" indexSelectSmallI… " if is_terminal else " indexSelectSmallIndex<c10::BFloat16, int")
+
+
 def test_the_help_names_the_commands(profile):
     code, out, _ = profile("--help")
     assert code == 0 and all(name in out for name in ("run", "show", "compare"))

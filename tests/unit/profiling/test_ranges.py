@@ -1,5 +1,6 @@
 """Ranges are there while somebody profiles, and an engine that isn't profiled is what it was."""
 
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 
@@ -162,6 +163,21 @@ def test_a_gpu_of_which_nothing_was_recorded_is_told(llm, tmp_path, monkeypatch)
     monkeypatch.setattr(llm.engine.core.executor.runner, "device", torch.device("cuda", 0))
     with pytest.raises(ConfigError, match="nothing of the GPU was recorded"):
         capture(llm.engine, Load(input_len=7, output_len=1, concurrency=1), tmp_path / "trace.json.gz")
+
+
+def test_torchs_warning_of_one_cycle_is_not_shown_and_others_are(llm, tmp_path, monkeypatch):
+    """As torch 2.10 to 2.12 give it whenever a profile begins."""
+    start = torch.profiler.profile.start
+
+    def warn_and_start(profiler):
+        warnings.warn("Warning: Profiler clears events at the end of each cycle.Only events …", stacklevel=2)
+        warnings.warn("something else", stacklevel=2)
+        start(profiler)
+
+    monkeypatch.setattr(torch.profiler.profile, "start", warn_and_start)
+    with pytest.warns(UserWarning) as shown:
+        capture(llm.engine, Load(input_len=7, output_len=1, concurrency=1), tmp_path / "trace.json.gz")
+    assert [str(warning.message) for warning in shown] == ["something else"]
 
 
 # ------------------------------------------------------------------------------------------------------------- load

@@ -40,7 +40,27 @@ def test_a_kernel_knows_when_it_was_launched_by_its_correlation():
         ]
     )
     assert trace.on_gpu
-    assert trace.kernels == (Kernel("a", 10, 20, 5), Kernel("b", 20, 30, 6), Kernel("c", 40, 50, None))
+    assert [(k.name, k.start_us, k.end_us, k.launched_us) for k in trace.kernels] == [
+        ("a", 10, 20, 5),
+        ("b", 20, 30, 6),
+        ("c", 40, 50, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "grid, read",
+    [((280, 1, 1), "280"), ((1, 1187, 1), "1 x 1187"), ((2, 5, 8), "2 x 5 x 8"), ((1, 1, 1), "1"), (None, None)],
+)
+def test_a_kernel_has_the_grid_of_its_launch_without_ones_at_the_end(grid, read):
+    (found,) = read_trace([kernel("a", 0, 1, grid=grid)]).kernels
+    assert found.grid == read
+
+
+def test_streams_of_two_gpus_are_different_ones():
+    kernels = read_trace(
+        [kernel("a", 0, 1, device=0), kernel("b", 1, 2, device=1), kernel("c", 2, 3, stream=8)]
+    ).kernels
+    assert [k.stream for k in kernels] == [(0, 7), (1, 7), (0, 8)]
 
 
 def test_copies_and_fills_count_as_kernels():
