@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pico_vllm.errors import ConfigError
-from pico_vllm.kv_cache import KVCacheManager
+from pico_vllm.kv_cache import KVCacheManager, kv_cache_manager
 from pico_vllm.request import Request
 from pico_vllm.sampling_params import SamplingParams
 
@@ -111,6 +111,13 @@ def test_nothing_is_cached_before_a_request_runs():
     assert manager.admit(request) == 0
     with pytest.raises(AssertionError, match="block table already"):
         manager.get_num_cached_tokens(request)
+
+
+def test_a_prompt_that_waits_is_packed_once_however_often_it_is_asked_about(monkeypatch):
+    manager = KVCacheManager(num_blocks=3, block_size=4, enable_prefix_caching=True)
+    monkeypatch.setattr(kv_cache_manager, "pack_token_ids", lambda token_ids: pytest.fail("packed anew"))
+    request = make_request("a")
+    assert [manager.get_num_cached_tokens(request) for _ in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (-1, 16), (4, 0)])

@@ -127,6 +127,14 @@ def test_tenants_never_share():
     assert books.start("d", list(range(8)), salt="one")[1] == 8
 
 
+def test_who_starts_above_what_the_same_step_adds_shares_what_comes_after_it():
+    books = Books()
+    books.end(books.start("a", [*range(8), 50])[0])
+    books.start("b", list(range(10)))
+    assert books.start("c", list(range(11)), same_step=True)[1] == 8
+    assert books.start("d", list(range(12)))[1] == 11
+
+
 # -------------------------------------------------------------------------------------------------- one appender
 def test_the_owner_appends_to_its_own_inserted_tail_without_a_copy():
     books = Books()
@@ -289,6 +297,28 @@ def test_alone_a_request_steps_aside_to_get_its_last_block():
     assert books.manager.num_free_blocks == 3
 
 
+def test_alone_a_request_gets_in_though_a_block_above_its_match_is_in_the_way():
+    """Four blocks in all, and C needs them. It shares 0 and 2, and stands below block 1, whose copy block 2 is."""
+    books = Books(num_blocks=4)
+    books.end(books.start("a", [1, 2, 3, 4, 5, 6, 7])[0])
+    books.end(books.start("b", [1, 2, 3, 4, 5, 6, 8, 9, 10])[0])
+    assert books.shape() == [(0, 6, [0, 1], 0), (6, 7, [1], 0), (6, 9, [2, 3], 0)]
+    _, num_cached, table = books.start("c", [1, 2, 3, 4, 5, 6, 8, 9, *range(20, 28)])
+    assert (num_cached, table[:2], sorted(table[2:])) == (8, [0, 2], [1, 3])
+
+
+def test_who_stepped_aside_leaves_its_tokens_to_its_tenant_alone():
+    books = Books(num_blocks=3)
+    books.end(books.start("a", [1, 2, 3, 4, 5, 6], salt="one")[0])
+    b, _, _ = books.start("b", [1, 2, 3, 4, 5, 6, 7], salt="one")
+    assert books.copies() == [(1, 2)]
+    books.answer(b, [8, 9])
+    books.end(b)
+    books.manager.begin_step()
+    again = [Request("c", range(1, 10), SamplingParams(max_tokens=1), cache_salt=salt) for salt in ("one", None)]
+    assert [books.manager.get_num_cached_tokens(request) for request in again] == [9, 0]
+
+
 # ---------------------------------------------------------------------------------------------- through the scheduler
 class Engine:
     """A scheduler whose model always gives 7."""
@@ -392,6 +422,25 @@ def test_a_leader_aborted_with_its_step_in_flight_leaves_what_was_scheduled():
     engine.scheduler.update_from_output(first, ModelRunnerOutput(((),)))
     engine.scheduler.update_from_output(second, ModelRunnerOutput(((7,),)))
     engine.run()
+
+
+def test_what_the_step_in_flight_stores_of_a_request_that_has_ended_is_found():
+    engine = Engine()
+    engine.add("a", list(range(4)), stop_token_ids=[7])
+    first, second = engine.scheduler.schedule(), engine.scheduler.schedule()
+    assert shares(second) == {"a": (4, 1, 0)}  # the 7 that the first step samples
+    engine.scheduler.update_from_output(first, ModelRunnerOutput(((7,),)))
+    engine.add("b", [0, 1, 2, 3, 7, 9])
+    assert shares(engine.scheduler.schedule()) == {"b": (5, 1, 0)}
+
+
+def test_without_chunking_a_cached_prompt_needs_room_for_one_token():
+    engine = Engine(max_num_batched_tokens=10, max_model_len=10, enable_chunked_prefill=False)
+    engine.add("a", list(range(4)), max_tokens=1)
+    engine.step()
+    engine.add("b", list(range(20, 29)))
+    engine.add("c", list(range(4)))
+    assert shares(engine.step()[0]) == {"c": (3, 1, 4), "b": (0, 9, 0)}
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 6])

@@ -242,6 +242,23 @@ def test_clear_gives_every_block_back():
     assert (t.shape(), t.pool.num_free_blocks) == ([], 64)
 
 
+def test_check_invariants_notices_a_gap_in_a_path():
+    t = Trees()
+    t.keep([0, 1, 2, 3, 4, 5])
+    t.keep([0, 1, 2, 3, 4, 9])
+    (_, lower, _) = t.tree.nodes()
+    lower.start += 1  # still in its block
+    with pytest.raises(AssertionError):
+        t.check()
+
+
+def test_check_invariants_notices_a_root_that_stays_empty():
+    t = Trees()
+    t.tree._root("x")
+    with pytest.raises(AssertionError):
+        t.check()
+
+
 def test_the_heap_stays_small_under_a_hot_node():
     t = Trees(num_blocks=8)
     t.keep([1, 2, 3])

@@ -66,6 +66,15 @@ def test_while_more_waits_than_the_backlog_allows_prompts_fill_the_step_beside_d
     assert next_shares(scheduler) == {"a": 1, "b": 1, "c": 8}  # 90 wait, and 81 of c: the target is kept
 
 
+def test_as_much_as_the_backlog_allows_may_wait():
+    scheduler = make(10)
+    scheduler._target_itl = TargetITL(10.0, ONE_S_A_TOKEN, min_chunk_tokens=1, max_backlog=250)
+    add(scheduler, a=5)
+    next_shares(scheduler)
+    add(scheduler, b=90, c=90, d=70)
+    assert next_shares(scheduler) == {"a": 1, "b": 9}
+
+
 def test_what_waits_for_a_free_sequence_is_no_backlog():
     target = TargetITL(10.0, ONE_S_A_TOKEN, min_chunk_tokens=1, max_backlog=250)
     scheduler = make(10, max_num_seqs=3)
