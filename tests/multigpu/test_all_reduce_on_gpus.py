@@ -168,10 +168,10 @@ def steps_back_to_back(communicator, hidden_size, dtype):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             outputs = run()
-        steps.append((graph, outputs, kept, expected))
+        steps.append((graph, outputs, kept, expected, run))  # which holds what the graph reads
     seen = []
     for i in range(40):
-        graph, outputs, kept, expected = steps[i * 7 % 3 % 2]
+        graph, outputs, kept, expected, _ = steps[i * 7 % 3 % 2]
         graph.replay()
         seen += [
             (output.clone(), there.clone(), wanted)

@@ -203,12 +203,13 @@ class MultiRank:
         if symmetric is not None and self._has_triton and symmetric.chooses(num_rows):
             return symmetric.greedy(logits, last_token_ids, rows)
         ids: torch.Tensor = self._backend.greedy(logits)
-        best = torch.stack([logits.gather(1, ids[:, None])[:, 0].double(), ids.double() + self.shard.rank * num_own])
-        of_all = best.new_empty(self.shard.size, 2, num_rows)
+        best = torch.stack([logits.gather(1, ids[:, None])[:, 0].double(), ids.double() + self.shard.rank * num_own], 1)
+        of_all = best.new_empty(self.shard.size, num_rows, 2)
         if num_rows > 0:
             self._communicator.all_gather(best, of_all)
-        winner: torch.Tensor = self._backend.greedy(of_all[:, 0].T)
-        chosen = of_all[:, 1].T.gather(1, winner[:, None])[:, 0].long()
+        values, all_ids = of_all.permute(2, 1, 0).contiguous()  # [num_rows, size] each
+        winner: torch.Tensor = self._backend.greedy(values.float())
+        chosen = all_ids.gather(1, winner[:, None])[:, 0].long()
         last_token_ids[rows] = chosen.to(last_token_ids.dtype)
         return chosen
 

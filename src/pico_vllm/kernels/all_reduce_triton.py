@@ -61,7 +61,7 @@ LINE_BYTES = tl.constexpr(16)
 _POLLS_A_LOOK = tl.constexpr(4096)
 _MAX_WARPS = 32
 #: Numbers of a block of rows, counting whole powers of 2, and of a warp.
-_BLOCK_NUMBERS, _NUMBERS_A_WARP = 8192, 512
+_BLOCK_NUMBERS, _NUMBERS_A_WARP = 8192, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,7 +651,7 @@ def _launch_block_all_reduce(
 
 
 def block_warps(hidden_size: int) -> int:
-    """Of a program: 16 bytes a thread, twice or more."""
+    """Of a program."""
     return min(max(rows_of_block(hidden_size) * triton.next_power_of_2(hidden_size) // _NUMBERS_A_WARP, 1), 16)
 
 

@@ -17,8 +17,8 @@ TILE_TOKENS = 128
 TILE_OUTPUTS, GATED_TILE_OUTPUTS = 256, 96
 #: Seconds an SM needs for an output of a tile and one input: 128 tokens at an H200's 700 TFLOP/s, a 132nd of it each.
 OUTPUT_S = 128 * 2 / (700e12 / 132)
-#: A sum: bytes a second of a copy to a peer, and what copy, signal and wait cost beside it (h200x2_all_reduce.jsonl).
-COPY_BYTES_PER_S, SUM_S = 364e9, 15e-6
+#: A sum: bytes a second of a copy to a peer (h200x2_all_reduce.jsonl). What it takes beside, it takes in parts, too.
+COPY_BYTES_PER_S = 364e9
 #: Of a device whose time nobody has a model of, tokens from which on there are two halves.
 MIN_TOKENS = 1024
 
@@ -66,5 +66,5 @@ def choose_cut(num_tokens: int, products: tuple[Product, ...], row_bytes: int, n
         return None
     best = min(cuts, key=lambda cut: (seconds(cut) + seconds(num_tokens - cut), abs(2 * cut - num_tokens)))
     longer = seconds(best) + seconds(num_tokens - best) - seconds(num_tokens)
-    hidden = 2 * (num_tokens * row_bytes / COPY_BYTES_PER_S + SUM_S)
+    hidden = 2 * num_tokens * row_bytes / COPY_BYTES_PER_S
     return best if hidden > longer else None
