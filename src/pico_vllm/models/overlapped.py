@@ -37,11 +37,12 @@ class OverlappedModel:
     Args:
         model: whose layers run.
         num_sms: of the device; None = on a CPU.
+        max_captured: tokens of the largest step that is replayed.
     """
 
-    def __init__(self, model: Qwen2ForCausalLM, num_sms: int | None) -> None:
+    def __init__(self, model: Qwen2ForCausalLM, num_sms: int | None, max_captured: int = 0) -> None:
         self.model = model
-        self._num_sms = num_sms
+        self._num_sms, self._max_captured = num_sms, max_captured
         self.config: ModelConfig = model.config
         self.lm_head: LMHead = model.lm_head
         layer = model.layers[0]
@@ -59,7 +60,7 @@ class OverlappedModel:
 
     def tiles(self, num_tokens: int) -> list[slice]:
         """Of a step of so many tokens."""
-        cut = choose_cut(num_tokens, self._products, self._row_bytes, self._num_sms)
+        cut = choose_cut(num_tokens, self._products, self._row_bytes, self._num_sms, self._max_captured)
         return [slice(0, num_tokens)] if cut is None else [slice(0, cut), slice(cut, num_tokens)]
 
     def __call__(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from pico_vllm.engine.core_client import core_in_this_process
 from pico_vllm.models.overlapped import OverlappedModel
 from pico_vllm.profiling.op_costs import op_cost, op_label
 from pico_vllm.profiling.trace import LAYER, OP, PHASE, STEP
+from pico_vllm.worker.sampler import Sampler
 
 if TYPE_CHECKING:
     from pico_vllm.bench.kernel_cases.case import Cost
@@ -122,18 +123,14 @@ def _logging_plans(
 
 def _replace_model(runner: ModelRunner, mark: Mark, log: RangeLog, patches: _Patches) -> None:
     """Eager passes and the sampler run with ranges; captured passes stay in use, and are what they were."""
-    before = {name: getattr(runner, name) for name in ("backend", "_model", "_sampler")}
     ranged = _ranged_backend(runner.backend, mark, log)
-    runner.set_backend(ranged)
-    model, sampler = runner._model, runner._sampler  # made just now: nobody else has them
-    for name, value in before.items():
-        setattr(runner, name, value)
+    model = runner.model_with(ranged)
     # A model that runs in tiles has the layers in another; in two tiles it calls their parts, and the layers of such a
     # step have no ranges.
     holder = model.model if isinstance(model, OverlappedModel) else model
     holder.layers = cast(Any, [_RangedLayer(layer, mark, f"{LAYER}{i}") for i, layer in enumerate(holder.layers)])
     patches.set(runner, "_model", model)
-    patches.set(runner, "_sampler", sampler)
+    patches.set(runner, "_sampler", Sampler(ranged))
     if not runner.uses_cuda_graphs:  # a runner replays only while it has the backend that it has captured with
         patches.set(runner, "backend", ranged)
 

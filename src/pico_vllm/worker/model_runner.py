@@ -25,7 +25,14 @@ from pico_vllm.models.overlapped import OverlappedModel
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import ParameterPlace, dummy_parameters, load_parameters
 from pico_vllm.scheduler_output import ModelRunnerOutput
-from pico_vllm.worker.cuda_graph import Capturing, CudaGraphRunner, ForwardOutput, capture_stream, launch_shallow
+from pico_vllm.worker.cuda_graph import (
+    PROMPT_SIZES,
+    Capturing,
+    CudaGraphRunner,
+    ForwardOutput,
+    capture_stream,
+    launch_shallow,
+)
 from pico_vllm.worker.device_time import DeviceTime
 from pico_vllm.worker.host_ring import HostRing
 from pico_vllm.worker.input_builder import InputBuilder
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
 
     from pico_vllm.config import EngineConfig, ModelConfig
     from pico_vllm.distributed.tensor_parallel import TensorParallelGroup
+    from pico_vllm.models.qwen2 import Qwen2ForCausalLM
     from pico_vllm.models.source import ModelSource
     from pico_vllm.models.weights import Parameters, Progress
     from pico_vllm.scheduler_output import GrammarMasks, MeasuredSteps, SchedulerOutput
@@ -107,6 +115,7 @@ class ModelRunner:
         self.group.reserve(self.max_num_batched_tokens, model_config.hidden_size, self.dtype)
         #: Of the smallest device: all ranks cut their steps in the same place.
         self._num_sms = -int(self.group.largest(-_num_sms(self.device))) if on_gpu else None
+        self._max_captured = PROMPT_SIZES[-1] if compiles and not config.enforce_eager else 0
         self._graphs: CudaGraphRunner | None = None
         with self._timed("weights"), self._preparing() if compiles else nullcontext():
             self.parameters = self._load_parameters(config, source, backend, progress)
@@ -200,12 +209,16 @@ class ModelRunner:
                 "passes: use enforce_eager=True"
             )
         self.backend = backend
+        self._model = self.model_with(backend)
+        self._sampler = Sampler(backend)
+
+    def model_with(self, backend: KernelBackend) -> Qwen2ForCausalLM | OverlappedModel:
+        """The model with other ops; every rank's must compute the same."""
         group = self._new_group(backend)
-        model = model_class(self.model_config.architecture)(
+        model: Qwen2ForCausalLM = model_class(self.model_config.architecture)(
             self._rank_config, self.parameters, max_model_len=self._max_model_len, backend=backend, group=group
         )
-        self._model = OverlappedModel(model, self._num_sms) if group.overlaps else model
-        self._sampler = Sampler(backend)
+        return OverlappedModel(model, self._num_sms, self._max_captured) if group.overlaps else model
 
     def drop_graphs(self) -> None:
         """Free what was captured, as soon as no step replays it; later steps run eagerly."""
