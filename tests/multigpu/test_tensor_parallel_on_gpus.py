@@ -1,6 +1,7 @@
 """Two GPUs give what one gives, through the whole engine: with graphs, in bf16 and exactly in fp32, sync and async."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from engine_runs import (
     run_with_logits,
 )
 from pico_vllm import LLM, SamplingParams
+from pico_vllm.bench.random_model import SHAPES
 from pico_vllm.errors import EngineDeadError
 
 MODELS = ("llama-biases-llama3-rope", "qwen3-gqa2-d128-untied")
@@ -119,7 +121,7 @@ def test_errors_in_bf16_are_those_of_one_gpu(checkpoint):
 
 
 def test_async_gives_what_sync_gives(checkpoint):
-    """Steps that are cut in two, captured and not (above 2,048 tokens)."""
+    """Steps of up to 2,048 tokens, which are captured, cut in two."""
     prompts = [[(11 * i + 5 * j) % 290 + 2 for j in range(180 + i)] for i in range(14)]
     expected = on_one_gpu(checkpoint, prompts, [greedy(6)] * len(prompts))
     for overlaps in (False, True):
@@ -128,6 +130,37 @@ def test_async_gives_what_sync_gives(checkpoint):
             for output, run in zip(llm.generate(prompts[:count], greedy(6)), expected, strict=False):
                 assert_same_tokens(output.outputs[0].token_ids, run.token_ids, run.logits)
         llm.engine.shutdown()
+
+
+def test_async_gives_what_sync_gives_where_the_host_launches_a_step(tmp_path):
+    """Two layers as wide as Qwen2.5-7B's: 8,192 tokens take long enough to be cut."""
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+    shape = SHAPES["qwen2.5-7b"] | {"num_hidden_layers": 2, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config | shape))
+    prompts = [[(11 * i + 5 * j) % 1000 + 2 for j in range(1030 + i)] for i in range(8)]
+    options = {"dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True, "num_gpu_blocks_override": 640}
+    options["max_num_batched_tokens"] = 8320
+    logprobs = []
+    for several in ({}, {"async_tensor_parallel": False}, {"async_tensor_parallel": True}):
+        llm = engine(tmp_path, **options, **({"tensor_parallel_size": 2} | several if several else {}))
+        runner = llm.engine.core.executor.runner
+        if several.get("async_tensor_parallel"):
+            assert len(runner._model.tiles(sum(map(len, prompts)))) == 2
+        outputs = llm.generate(prompts, greedy(1, logprobs=20))
+        logprobs.append([output.outputs[0].logprobs[0] for output in outputs])
+        llm.engine.shutdown()
+    one, sync, overlapped = logprobs
+    for alone, mine, theirs in zip(one, sync, overlapped, strict=True):
+        ids = alone.keys() & mine.keys() & theirs.keys()
+        assert len(ids) > 10
+        for token_id in ids:
+            expected = pytest.approx(alone[token_id].logprob, abs=0.1)  # bf16: logits of some 3 have 8 bits
+            assert mine[token_id].logprob == expected and theirs[token_id].logprob == expected
 
 
 def test_a_rank_that_is_killed_ends_the_engine_soon(checkpoint):
