@@ -193,17 +193,16 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Folder for CSV, Markdown and PNG too.")] = None,
 ) -> None:
     """Put records side by side: engines, commits, GPUs; ratios above 1 are better than the first file's."""
-    from rich.console import Console
-
     from pico_vllm.bench.compare import compare as compare_records
     from pico_vllm.bench.compare import render, to_markdown
     from pico_vllm.bench.report import load_records
+    from pico_vllm.tables import print_tables
 
     records = {str(path): load_records([path]) for path in files}
     if out is not None:
         _make_folder(out)
     comparison = compare_records(records)
-    Console().print(render(comparison))
+    print_tables(render(comparison))
     if out is not None:
         (out / "compare.md").write_text(to_markdown(comparison))
         _write_reports(files, out)
@@ -220,18 +219,17 @@ def kernels(
     tag: Annotated[str, typer.Option(help="Goes into every record.")] = "",
 ) -> None:
     """Time every op beside torch's own: bytes, FLOPs, the floor they set, time, and the share of the floor."""
-    from rich.console import Console
-
-    from pico_vllm.bench.kernel_rows import TABLE_WIDTH, kernel_table
+    from pico_vllm.bench.kernel_rows import kernel_table
     from pico_vllm.bench.kernel_session import run_kernels
     from pico_vllm.config import DTYPES
+    from pico_vllm.tables import print_tables
     from pico_vllm.worker.model_runner import resolve_device
 
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     names = None if only is None else [name.strip() for name in only.split(",")]
     rows = run_kernels(shape, resolve_device(device), backend=backend, dtype=dtype, only=names, out=out, tag=tag)
-    Console(width=max(Console().width, TABLE_WIDTH)).print(kernel_table(rows))
+    print_tables(kernel_table(rows))
     if any(row.error for row in rows):
         sys.exit(EXIT_WRONG_OUTPUT)
 

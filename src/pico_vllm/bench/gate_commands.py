@@ -26,12 +26,12 @@ def gate(
     everything: Annotated[bool, typer.Option("--all", help="Show what hasn't changed too.")] = False,
 ) -> None:
     """Hold the files of one run against a baseline; exit code 2 and a table where something is slower."""
-    from rich.console import Console
 
     from pico_vllm.bench.baseline import baseline_name, read_baseline
     from pico_vllm.bench.measured_run import hardware_of_files, read_run
     from pico_vllm.bench.regression_gate import gate as hold_against
     from pico_vllm.bench.regression_gate import render
+    from pico_vllm.tables import print_tables
 
     if baseline.is_dir():
         hardware = hardware_of_files(runs)
@@ -44,8 +44,7 @@ def gate(
     base = read_baseline(baseline)
     names = None if points is None else [name.strip() for name in points.split(",") if name.strip()]
     result = hold_against(read_run(runs, base.engine, names), base, names)
-    console = Console()
-    console.print(render(result, everything=everything))
+    print_tables(render(result, everything=everything))
     if result.slower:
         sys.exit(EXIT_SLOWER)
 

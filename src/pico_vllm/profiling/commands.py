@@ -105,7 +105,7 @@ def show(
     """Print the tables of a capture again."""
     from pico_vllm.profiling.profile import read_profile
     from pico_vllm.profiling.report import render
-    from pico_vllm.profiling.tables import print_tables
+    from pico_vllm.tables import print_tables
 
     print_tables(render(read_profile(path), max_rows=rows))
 
@@ -119,7 +119,7 @@ def compare(
     """Put two captures side by side: two commits, two settings, two GPUs."""
     from pico_vllm.profiling.compare import render_comparison
     from pico_vllm.profiling.profile import read_profile
-    from pico_vllm.profiling.tables import print_tables
+    from pico_vllm.tables import print_tables
 
     print_tables(render_comparison(read_profile(a), read_profile(b), max_rows=rows))
 
@@ -151,7 +151,7 @@ def _record(
     from pico_vllm.profiling.capture import capture, engine_settings, run_with_nvtx, warm_up
     from pico_vllm.profiling.profile import PROFILE_FILE, TRACE_FILE, Profile, write_profile
     from pico_vllm.profiling.report import render
-    from pico_vllm.profiling.tables import print_tables
+    from pico_vllm.tables import print_tables
 
     with open_model(model, name=None, dtype=dtype, device=device) as found:
         measured = None

@@ -19,7 +19,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 
 from pico_vllm.profiling.report import MAX_ROWS, headline, kernel_name, microseconds, share, table_title
-from pico_vllm.profiling.tables import UNKNOWN, NumberTable
+from pico_vllm.tables import UNKNOWN, NumberTable
 
 if TYPE_CHECKING:
     from pico_vllm.profiling.profile import Profile, WorkRow

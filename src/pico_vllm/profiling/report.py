@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pico_vllm.profiling.analysis import quantile
-from pico_vllm.profiling.tables import UNKNOWN, NumberTable
+from pico_vllm.tables import UNKNOWN, NumberTable
 
 if TYPE_CHECKING:
     from pico_vllm.profiling.profile import Profile, Summary, WorkRow

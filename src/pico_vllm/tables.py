@@ -1,6 +1,6 @@
 """Tables in which names give way to the width there is; numbers and headings are whole at any width.
 
-Called by ``report`` and ``compare``; they know nothing of profiles.
+Tables of profiles and of benchmarks are printed here; nothing here knows what is in them.
 """
 
 from __future__ import annotations
