@@ -44,8 +44,9 @@ LAST_WORDS_S = 0.3
 #: From an error of a collective to the word of the rank that has caused it.
 MAX_BLAME_S = 10.0
 STOP_S = 1.0  # then a process is killed
-#: A step that takes so long waits for a rank that is stuck; every so often somebody looks.
-STUCK_S, LOOK_S = 300.0, 5.0
+#: A step that takes so long waits for a rank that is stuck; of many tokens it may take a CPU minutes.
+STUCK_S = {"cuda": 300.0, "cpu": 3600.0}
+LOOK_S = 5.0  # how often somebody looks
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class _Ranks:
     is_over: bool = False  # nothing more will be heard
     abort: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
-    step_began: float | None = None  # time.monotonic(); None = rank 0 is not in a step
+    step: tuple[float, float] | None = None  # began (time.monotonic()), seconds that it may take; None = in no step
     listener: threading.Thread | None = None
 
 
@@ -163,13 +164,13 @@ class Followers:
             abort()
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self, device_type: str) -> Iterator[None]:
         """Rank 0 may wait for the others in here; when it waits for too long, one of them counts as gone."""
-        self._ranks.step_began = time.monotonic()
+        self._ranks.step = time.monotonic(), STUCK_S[device_type]
         try:
             yield
         finally:
-            self._ranks.step_began = None
+            self._ranks.step = None
 
     def send(self, message: bytes) -> None:
         """To every rank.
@@ -252,7 +253,7 @@ def private_directory() -> str:
 def _listen(ranks: _Ranks) -> None:
     """Take in what the ranks say, to their end; closes the channels then."""
     deadline: float | None = None
-    is_stuck = False
+    stuck_s: float | None = None
     with selectors.DefaultSelector() as selector:
         for follower in ranks.followers:
             with suppress(OSError, ValueError):  # closed at once
@@ -268,15 +269,15 @@ def _listen(ranks: _Ranks) -> None:
                     deadline = time.monotonic() + LAST_WORDS_S
             if deadline is not None and _knows_the_cause(ranks):
                 break
-            if is_stuck := deadline is None and _is_stuck(ranks):
+            if deadline is None and (stuck_s := _stuck_s(ranks)) is not None:
                 break
     for follower in ranks.followers:
         follower.channel.close()
-    culprit = None if ranks.is_closing or is_stuck else _culprit(ranks)
+    culprit = None if ranks.is_closing or stuck_s is not None else _culprit(ranks)
     cause = None if culprit is None else _cause(culprit)
-    if is_stuck and not ranks.is_closing:
+    if stuck_s is not None and not ranks.is_closing:
         names = ", ".join(follower.name for follower in ranks.followers)
-        cause = f"a step has not ended in {STUCK_S:.0f} s: a rank is stuck (rank 0, {names}), and none says why"
+        cause = f"a step has not ended in {stuck_s:.0f} s: a rank is stuck (rank 0, {names}), and none says why"
         for follower in ranks.followers:
             if follower.process is not None:
                 follower.process.kill()  # gloo waits for one that lives, aborted or not
@@ -308,9 +309,12 @@ def _knows_the_cause(ranks: _Ranks) -> bool:
     return any(f.failure is not None and not f.failure.is_lost for f in ranks.followers)
 
 
-def _is_stuck(ranks: _Ranks) -> bool:
-    began = ranks.step_began
-    return began is not None and time.monotonic() - began > STUCK_S
+def _stuck_s(ranks: _Ranks) -> float | None:
+    """Seconds that a step should have taken at most, if one takes longer."""
+    if (step := ranks.step) is None:
+        return None
+    began, limit_s = step
+    return limit_s if time.monotonic() - began > limit_s else None
 
 
 def _culprit(ranks: _Ranks) -> _Follower:

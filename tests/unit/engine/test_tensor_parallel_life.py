@@ -222,7 +222,7 @@ def test_a_stuck_rank_is_ended_by_a_shutdown_from_another_thread(checkpoint):
 
 
 def test_a_stuck_rank_is_noticed_when_a_step_takes_too_long(checkpoint, monkeypatch):
-    monkeypatch.setattr(followers, "STUCK_S", 0.7)
+    monkeypatch.setitem(followers.STUCK_S, "cpu", 0.7)
     monkeypatch.setattr(followers, "LOOK_S", 0.1)
     llm = make_llm(checkpoint, **OPTIONS)
     (pid,) = llm.engine.core.executor.pids
