@@ -54,7 +54,7 @@ _SymmetricMemory: Any = torch._C._distributed_c10d._SymmetricMemory  # type: ign
 MAX_FEW_ROWS = 128
 #: Rows that go in blocks; more are copied.
 MAX_ROWS_IN_BLOCKS = 2048
-#: Rows of logits whose best tokens are exchanged.
+#: Rows of logits whose best tokens are exchanged: programs of one warp, of which every SM has room for 32.
 MAX_CHOICES = 512
 #: Copies under way: a rank may be two sums ahead of another that is two behind itself.
 NUM_SLOTS = 4

@@ -17,7 +17,7 @@ import triton.language as tl
 from pico_vllm.kernels.all_reduce_triton import LINE_BYTES, SymmetricRows, _poll_lines, _send_lines
 from pico_vllm.kernels.attention_config import device_of
 from pico_vllm.kernels.attention_tiles import start_after_predecessors
-from pico_vllm.kernels.greedy_triton import _best_chunk, best_of_chunks_triton
+from pico_vllm.kernels.greedy_triton import _best_chunk, best_of_chunks
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def greedy_of_ranks_triton(
     if num_rows == 0:
         return token_ids
     device = device_of(logits.device.index)
-    values, ids = best_of_chunks_triton(logits)
+    values, ids = best_of_chunks(logits)
     num_chunks = values.shape[1]
     _best_of_ranks_kernel[(num_rows,)](
         values,

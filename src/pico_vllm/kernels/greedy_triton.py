@@ -84,7 +84,7 @@ def greedy_triton(
     if num_rows == 0:
         return token_ids
     launches_early = device_of(logits.device.index).launches_early
-    values, ids = best_of_chunks_triton(logits)
+    values, ids = best_of_chunks(logits)
     num_chunks = values.shape[1]
     keeps = last_token_ids is not None
     _best_chunk_kernel[(num_rows,)](
@@ -103,7 +103,7 @@ def greedy_triton(
     return token_ids
 
 
-def best_of_chunks_triton(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def best_of_chunks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logits of parts of the vocabulary, and the smallest ids that have them.
 
     Args:

@@ -37,12 +37,12 @@ class OverlappedModel:
     Args:
         model: whose layers run.
         num_sms: of the device; None = on a CPU.
-        max_captured: tokens of the largest step that is replayed.
+        is_replayed: whether its passes are captured, and cost the host nothing.
     """
 
-    def __init__(self, model: Qwen2ForCausalLM, num_sms: int | None, max_captured: int = 0) -> None:
+    def __init__(self, model: Qwen2ForCausalLM, num_sms: int | None, *, is_replayed: bool = False) -> None:
         self.model = model
-        self._num_sms, self._max_captured = num_sms, max_captured
+        self._num_sms, self._is_replayed = num_sms, is_replayed
         self.config: ModelConfig = model.config
         self.lm_head: LMHead = model.lm_head
         layer = model.layers[0]
@@ -60,7 +60,7 @@ class OverlappedModel:
 
     def tiles(self, num_tokens: int) -> list[slice]:
         """Of a step of so many tokens."""
-        cut = choose_cut(num_tokens, self._products, self._row_bytes, self._num_sms, self._max_captured)
+        cut = choose_cut(num_tokens, self._products, self._row_bytes, self._num_sms, self._is_replayed)
         return [slice(0, num_tokens)] if cut is None else [slice(0, cut), slice(cut, num_tokens)]
 
     def __call__(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -99,6 +99,10 @@ class OverlappedModel:
         partial, residual = model.layers[-1](x, residual, cos_sin, kv_caches[-1], metadata, *wanted)
         x, _ = model.norm.add(partial, residual)
         return x
+
+    def replayed(self) -> OverlappedModel:
+        """The same model for passes that are captured."""
+        return OverlappedModel(self.model, self._num_sms, is_replayed=True)
 
     def outermost_layers(self, kv_caches: Sequence[torch.Tensor]) -> tuple[Self, list[torch.Tensor]]:
         """As of the model."""

@@ -19,8 +19,8 @@ TILE_OUTPUTS, GATED_TILE_OUTPUTS = 256, 96
 OUTPUT_S = 128 * 2 / (700e12 / 132)
 #: A sum: bytes a second of a copy to a peer (h200x2_all_reduce.jsonl). What it takes beside, it takes in parts, too.
 COPY_BYTES_PER_S = 364e9
-#: What a host may need to launch a layer in two parts from Python: 62 ms of 28 layers on two H200s' slow one. One part
-#: takes half of that. A shorter layer would wait for the host.
+#: What a slow host may need to launch a layer in two parts from Python: 28 layers took it 62 to 79 ms, and in one part
+#: some 30 (h200x2_tensor_parallel_1.5b.jsonl). A shorter layer would wait for the host.
 LAUNCH_S = 2.5e-3
 #: Of a device whose time nobody has a model of, tokens from which on there are two halves.
 MIN_TOKENS = 1024
@@ -49,7 +49,7 @@ class Product:
 
 @functools.lru_cache(maxsize=1 << 15)
 def choose_cut(
-    num_tokens: int, products: tuple[Product, ...], row_bytes: int, num_sms: int | None, max_captured: int
+    num_tokens: int, products: tuple[Product, ...], row_bytes: int, num_sms: int | None, is_replayed: bool
 ) -> int | None:
     """Tokens of the first part; None = one part is faster.
 
@@ -58,7 +58,7 @@ def choose_cut(
         products: of a layer, of which two are summed over the ranks.
         row_bytes: of a token's partial sums.
         num_sms: of the device; None = no model of it.
-        max_captured: steps of so many tokens are replayed, and cost the host nothing.
+        is_replayed: the step, which costs the host nothing then.
     """
     if num_sms is None:
         return -(-num_tokens // (2 * TILE_TOKENS)) * TILE_TOKENS if num_tokens >= MIN_TOKENS else None
@@ -66,7 +66,7 @@ def choose_cut(
     def seconds(tokens: int) -> float:
         return sum(product.seconds(tokens, num_sms) for product in products)
 
-    if num_tokens > max_captured and seconds(num_tokens) < LAUNCH_S:
+    if not is_replayed and seconds(num_tokens) < LAUNCH_S:
         return None
     third = num_tokens // (3 * TILE_TOKENS) * TILE_TOKENS
     cuts = range(max(third, TILE_TOKENS), num_tokens - third, TILE_TOKENS)

@@ -162,7 +162,7 @@ def _build(channel: RankChannel, build: Build, launched: _Launched | None, at_en
     at_end.callback(communicator.abort)
     overlaps = config.parallel.overlaps(on_gpu=device.type == "cuda")
     with no_garbage_collection():
-        return ModelRunner(
+        runner = ModelRunner(
             config,
             model_config,
             source,
@@ -170,6 +170,10 @@ def _build(channel: RankChannel, build: Build, launched: _Launched | None, at_en
             device=device,
             new_group=partial(MultiRank, communicator=communicator, overlaps=overlaps),
         )
+    if launched is not None:  # whose interpreter ends as rank 0's does: first the graphs, then NCCL
+        at_end.callback(communicator.close)
+        at_end.callback(runner.drop_graphs)
+    return runner
 
 
 def _refuse_other_options(build: Build, config: EngineConfig) -> None:

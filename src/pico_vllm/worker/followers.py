@@ -253,6 +253,7 @@ def private_directory() -> str:
 def _listen(ranks: _Ranks) -> None:
     """Take in what the ranks say, to their end; closes the channels then."""
     deadline: float | None = None
+    watch = _StepWatch()
     stuck_s: float | None = None
     with selectors.DefaultSelector() as selector:
         for follower in ranks.followers:
@@ -269,7 +270,7 @@ def _listen(ranks: _Ranks) -> None:
                     deadline = time.monotonic() + LAST_WORDS_S
             if deadline is not None and _knows_the_cause(ranks):
                 break
-            if deadline is None and (stuck_s := _stuck_s(ranks)) is not None:
+            if deadline is None and (stuck_s := watch.stuck_s(ranks.step)) is not None:
                 break
     for follower in ranks.followers:
         follower.channel.close()
@@ -309,12 +310,23 @@ def _knows_the_cause(ranks: _Ranks) -> bool:
     return any(f.failure is not None and not f.failure.is_lost for f in ranks.followers)
 
 
-def _stuck_s(ranks: _Ranks) -> float | None:
-    """Seconds that a step should have taken at most, if one takes longer."""
-    if (step := ranks.step) is None:
-        return None
-    began, limit_s = step
-    return limit_s if time.monotonic() - began > limit_s else None
+class _StepWatch:
+    """How long a step has taken, not counting while this process was stopped (Ctrl-Z, a debugger)."""
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+        self._step: tuple[float, float] | None = None
+        self._waited = 0.0
+
+    def stuck_s(self, step: tuple[float, float] | None) -> float | None:
+        """Seconds that the step should have taken at most, if it has taken longer; to be asked every ``LOOK_S``."""
+        now = time.monotonic()
+        since, self._looked = min(now - self._looked, 2 * LOOK_S), now
+        if step is None or step is not self._step:
+            self._step, self._waited = step, 0.0
+            return None
+        self._waited += since
+        return step[1] if self._waited > step[1] else None
 
 
 def _culprit(ranks: _Ranks) -> _Follower:

@@ -25,14 +25,7 @@ from pico_vllm.models.overlapped import OverlappedModel
 from pico_vllm.models.registry import model_class
 from pico_vllm.models.weights import ParameterPlace, dummy_parameters, load_parameters
 from pico_vllm.scheduler_output import ModelRunnerOutput
-from pico_vllm.worker.cuda_graph import (
-    PROMPT_SIZES,
-    Capturing,
-    CudaGraphRunner,
-    ForwardOutput,
-    capture_stream,
-    launch_shallow,
-)
+from pico_vllm.worker.cuda_graph import Capturing, CudaGraphRunner, ForwardOutput, capture_stream, launch_shallow
 from pico_vllm.worker.device_time import DeviceTime
 from pico_vllm.worker.host_ring import HostRing
 from pico_vllm.worker.input_builder import InputBuilder
@@ -115,7 +108,6 @@ class ModelRunner:
         self.group.reserve(self.max_num_batched_tokens, model_config.hidden_size, self.dtype)
         #: Of the smallest device: all ranks cut their steps in the same place.
         self._num_sms = -int(self.group.largest(-_num_sms(self.device))) if on_gpu else None
-        self._max_captured = PROMPT_SIZES[-1] if compiles and not config.enforce_eager else 0
         self._graphs: CudaGraphRunner | None = None
         with self._timed("weights"), self._preparing() if compiles else nullcontext():
             self.parameters = self._load_parameters(config, source, backend, progress)
@@ -218,7 +210,7 @@ class ModelRunner:
         model: Qwen2ForCausalLM = model_class(self.model_config.architecture)(
             self._rank_config, self.parameters, max_model_len=self._max_model_len, backend=backend, group=group
         )
-        return OverlappedModel(model, self._num_sms, self._max_captured) if group.overlaps else model
+        return OverlappedModel(model, self._num_sms) if group.overlaps else model
 
     def drop_graphs(self) -> None:
         """Free what was captured, as soon as no step replays it; later steps run eagerly."""
@@ -249,7 +241,7 @@ class ModelRunner:
         from pico_vllm.kernels.decode_inputs_triton import fill_decode_inputs_triton
 
         return CudaGraphRunner(
-            self._model,
+            self._model.replayed() if isinstance(self._model, OverlappedModel) else self._model,
             kv_caches,
             block_table_rows=self._rows.block_table_rows,
             last_token_ids=self._rows.last_token_ids,

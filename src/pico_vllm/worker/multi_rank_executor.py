@@ -267,7 +267,11 @@ class MultiRankExecutor:
 
 
 def _release(runner: weakref.ref[ModelRunner], communicator: Communicator) -> None:
-    """NCCL's end waits for graphs that hold kernels of its."""
+    """NCCL's end waits for graphs that hold kernels of its.
+
+    A runner that is collected in a cycle is out of sight here: if its graphs hold some (GPUs that don't reach each
+    other's memory), they are waited for in vain, for ``CLOSE_S``.
+    """
     alive = runner()
     if alive is not None:
         alive.drop_graphs()

@@ -167,11 +167,13 @@ class StartProbe:
         elif self.backend.name == "reference":  # a row at a time: it needs little beside the margin, but minutes
             num_tokens, num_rows, context = min(num_tokens, 8), 2, min(context, 8)
         batch = steps.fullest(num_tokens, self.max_num_seqs, num_logits=num_rows, context=context)
-        logits = self.model.lm_head(self.model.hidden_rows(batch, trial_caches))
+        own = self.model.lm_head.own(self.model.hidden_rows(batch, trial_caches))  # a step holds them to its end
+        logits = self.model.lm_head.whole(own)
         processed = logits.to(torch.float32, copy=True)
         penalised = [torch.empty_like(processed, dtype=d) for d in (torch.float32, torch.bool, torch.int32)]
         del penalised
         Sampler(self.backend)(processed, _all_random(num_rows, self.device), rows.logits_processors)
+        del own
 
     def _decode_run(
         self,

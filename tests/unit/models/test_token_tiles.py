@@ -11,8 +11,8 @@ ROW_BYTES = 3584 * 2
 NUM_SMS = 132
 
 
-def choose_cut(num_tokens, products, row_bytes, num_sms, max_captured=16384):
-    return token_tiles.choose_cut(num_tokens, products, row_bytes, num_sms, max_captured)
+def choose_cut(num_tokens, products, row_bytes, num_sms, is_replayed=True):
+    return token_tiles.choose_cut(num_tokens, products, row_bytes, num_sms, is_replayed)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_what_costs_more_than_it_hides_is_not_cut():
 def test_a_step_that_the_host_launches_is_cut_only_if_its_layers_take_longer_than_that():
     """Of Qwen2.5-7B 8,192 tokens take 2.8 ms a layer and 4,096 1.5; of Qwen2.5-1.5B 8,192 take 0.6."""
     small = (Product(1024, 1536), Product(1536, 768), Product(1536, 4480), Product(4480, 1536, is_gated=True))
-    assert choose_cut(8192, PRODUCTS, ROW_BYTES, NUM_SMS, 2048) == 3584
-    assert choose_cut(4096, PRODUCTS, ROW_BYTES, NUM_SMS, 2048) is None
-    assert choose_cut(4096, PRODUCTS, ROW_BYTES, NUM_SMS, 4096) == 1792
-    assert choose_cut(2048, PRODUCTS, ROW_BYTES, NUM_SMS, 2048) == 1024
-    assert choose_cut(8192, small, 3072, NUM_SMS, 2048) is None
-    assert choose_cut(8192, small, 3072, NUM_SMS, 8192) is not None
+    assert choose_cut(8192, PRODUCTS, ROW_BYTES, NUM_SMS, is_replayed=False) == 3584
+    assert choose_cut(4096, PRODUCTS, ROW_BYTES, NUM_SMS, is_replayed=False) is None
+    assert choose_cut(4096, PRODUCTS, ROW_BYTES, NUM_SMS, is_replayed=True) == 1792
+    assert choose_cut(2048, PRODUCTS, ROW_BYTES, NUM_SMS, is_replayed=False) is None
+    assert choose_cut(8192, small, 3072, NUM_SMS, is_replayed=False) is None
+    assert choose_cut(8192, small, 3072, NUM_SMS, is_replayed=True) is not None
 
 
 @pytest.mark.parametrize("num_tokens", [129, 1000, 2047, 5000, 8192, 16384])
