@@ -311,6 +311,23 @@ def test_a_model_in_tiles_computes_what_it_does_whole(monkeypatch, name, lens, b
     token_tiles.choose_cut.cache_clear()
 
 
+def test_passes_that_are_replayed_are_cut_where_launched_ones_are_not():
+    """The same model, layers and all, on a device of 132 SMs; its products are too short to launch them twice."""
+    tiny = tiny_models.MODELS["llama-biases-llama3-rope"]
+    config = ModelConfig.from_hf_config(tiny_models.hf_config(tiny).to_dict() | {"architectures": [tiny.model_class]})
+    parameters = dummy_parameters(model_class(config.architecture).parameter_specs(config), place(CPU))
+    model = model_class(config.architecture)(
+        config, parameters, max_model_len=64, backend=CPU, group=SingleRank(CPU)
+    )  # fmt: skip
+    launched = OverlappedModel(model, num_sms=132)
+    replayed = launched.replayed()
+    assert replayed.model is model and launched.replayed().lm_head is launched.lm_head
+    shallow, _ = replayed.outermost_layers([torch.zeros(1)] * len(model.layers))
+    for num_tokens in (8192, 16384):
+        assert len(launched.tiles(num_tokens)) == 1
+        assert len(replayed.tiles(num_tokens)) == len(shallow.tiles(num_tokens)) == 2
+
+
 def test_a_step_of_many_tokens_begins_with_a_sum_that_is_no_copy():
     """It tells that what was copied before has been added up everywhere."""
 
