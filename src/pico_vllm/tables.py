@@ -51,11 +51,15 @@ class NumberTable:
         yield table
 
 
-def print_tables(what: RenderableType) -> None:
-    """To the terminal in its width, to a pipe or a file in full."""
+def print_tables(what: RenderableType, *, min_width: int = 0) -> None:
+    """To the terminal in its width, to a pipe or a file in full.
+
+    Args:
+        what: to print.
+        min_width: of tables that would cut numbers off in less; a narrower terminal wraps their lines.
+    """
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=_UNLIMITED)
+    console = Console(width=max(console.width, min_width) if console.is_terminal else _UNLIMITED)
     console.print(what, highlight=False, crop=False)
 
 

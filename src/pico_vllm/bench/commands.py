@@ -219,7 +219,7 @@ def kernels(
     tag: Annotated[str, typer.Option(help="Goes into every record.")] = "",
 ) -> None:
     """Time every op beside torch's own: bytes, FLOPs, the floor they set, time, and the share of the floor."""
-    from pico_vllm.bench.kernel_rows import kernel_table
+    from pico_vllm.bench.kernel_rows import TABLE_WIDTH, kernel_table
     from pico_vllm.bench.kernel_session import run_kernels
     from pico_vllm.config import DTYPES
     from pico_vllm.tables import print_tables
@@ -229,7 +229,7 @@ def kernels(
         raise ConfigError(f"--dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     names = None if only is None else [name.strip() for name in only.split(",")]
     rows = run_kernels(shape, resolve_device(device), backend=backend, dtype=dtype, only=names, out=out, tag=tag)
-    print_tables(kernel_table(rows))
+    print_tables(kernel_table(rows), min_width=TABLE_WIDTH)
     if any(row.error for row in rows):
         sys.exit(EXIT_WRONG_OUTPUT)
 

@@ -12,6 +12,8 @@ from rich.table import Table
 from pico_vllm.bench.timing import Timing
 
 _HEADER = ("", "MB", "GFLOP", "floor µs", "µs", "p20–p80", "of floor", "torch µs", "× torch", "torch's op")
+#: What the table needs to show a row in a line.
+TABLE_WIDTH = 150
 _CASE_WIDTH = 35
 
 
