@@ -48,9 +48,7 @@ def all_reduce_case(
 ) -> CompileCase:
     chunk = 8 // _ELEMENT_SIZE[dtype]
     block = triton.next_power_of_2(hidden // chunk)
-    signature = {"partial_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "peers_ptr": "*i64", "epochs_ptr": "*i32"}
-    signature |= {"abort_ptr": "*i32", "partial_stride": "i32", "residual_stride": "i32", "num_rows": "i32"}
-    signature |= {"eps": "fp32", "residual_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}"}
+    signature = _signature(dtype)
     if num_splits > 1:
         signature["partial_ptr"] = "*fp32"
     constexprs = {"RANK": rank, "SIZE": size, "MAX_ROWS": _MAX_ROWS, "NUM_SPLITS": num_splits, "HIDDEN": hidden}
@@ -67,10 +65,14 @@ def all_reduce_case(
     )
 
 
+def _signature(dtype: str) -> dict[str, str]:
+    """What rows and blocks have in common."""
+    signature = dict.fromkeys(("partial_ptr", "residual_ptr", "weight_ptr", "y_ptr"), f"*{dtype}")
+    signature |= {"peers_ptr": "*i64", "epochs_ptr": "*i32", "abort_ptr": "*i32", "eps": "fp32"}
+    return signature | dict.fromkeys(("partial_stride", "residual_stride", "num_rows"), "i32")
+
+
 def _block_case(hidden: int, early: bool, *, size: int = 2, rank: int = 0, normalises: bool = True) -> CompileCase:
-    signature = dict.fromkeys(("partial_ptr", "residual_ptr", "weight_ptr", "y_ptr"), "*bf16") | {"peers_ptr": "*i64"}
-    signature |= dict.fromkeys(("epochs_ptr", "tickets_ptr", "abort_ptr"), "*i32")
-    signature |= {"partial_stride": "i32", "residual_stride": "i32", "num_rows": "i32", "eps": "fp32"}
     rows = all_reduce_triton.rows_of_block(hidden)
     constexprs = {"RANK": rank, "SIZE": size, "MAX_ROWS": 2048, "MAX_BLOCKS": 2048 // rows, "HIDDEN": hidden}
     constexprs |= {"FLAGS_NUMBERS": size * 2048 // rows * 2, "BLOCK": triton.next_power_of_2(hidden), "ROWS": rows}
@@ -78,7 +80,7 @@ def _block_case(hidden: int, early: bool, *, size: int = 2, rank: int = 0, norma
     return CompileCase(
         name=f"block_all_reduce{'_add_rms_norm' * normalises}-bf16-{hidden}-{rank}_of_{size}",
         kernel=all_reduce_triton._block_all_reduce_kernel,
-        signature=signature,
+        signature=_signature("bf16") | {"tickets_ptr": "*i32"},
         constexprs=constexprs,
         divisible=("partial_stride", "residual_stride"),
         num_warps=all_reduce_triton.block_warps(hidden),

@@ -53,7 +53,7 @@ from triton.language import core
 
 from pico_vllm.kernels.attention_config import device_of
 from pico_vllm.kernels.attention_tiles import start_after_predecessors
-from pico_vllm.kernels.rms_norm_triton import _normalise, _tile
+from pico_vllm.kernels.rms_norm_triton import _add_and_normalise, _tile
 
 _CHUNK_BYTES = 8
 LINE_BYTES = tl.constexpr(16)
@@ -65,13 +65,13 @@ _BLOCK_NUMBERS, _NUMBERS_A_WARP = 8192, 1024
 
 
 @dataclass(frozen=True, slots=True)
-class SymmetricRows:
+class _SymmetricBuffers:
     """One rank's view of the buffers in which rows of one width and dtype meet.
 
     Attributes:
-        peers: [size] int64, addresses of all ranks' buffers of ``symmetric_rows_bytes``, mapped into this process,
-            multiples of 16; all zeros before any rank's first launch.
-        epochs: [max_rows] int32, zeros before the first launch; this rank's own.
+        peers: [size] int64, addresses of all ranks' buffers, mapped into this process, multiples of 16; all zeros
+            before any rank's first launch.
+        epochs: [programs of a launch at most] int32, zeros before the first launch; this rank's own.
         abort: [1] int32, 0: anything else ends every wait. On the device, or pinned memory of the host.
         rank: this one.
         max_rows: of a launch.
@@ -87,16 +87,24 @@ class SymmetricRows:
     hidden_size: int
     dtype: torch.dtype
 
-    def __post_init__(self) -> None:
-        assert self.peers.dtype == torch.int64 and self.peers.is_contiguous()
-        assert self.epochs.dtype == self.abort.dtype == torch.int32
-        assert 0 <= self.rank < self.size and self.epochs.shape == (self.max_rows,)
-        assert self.hidden_size * self.dtype.itemsize % _CHUNK_BYTES == 0
-
     @property
     def size(self) -> int:
         """Number of ranks."""
         return self.peers.shape[0]
+
+    def _check(self, num_programs: int) -> None:
+        assert self.peers.dtype == torch.int64 and self.peers.is_contiguous()
+        assert self.epochs.dtype == self.abort.dtype == torch.int32
+        assert 0 <= self.rank < self.size and self.epochs.shape == (num_programs,)
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetricRows(_SymmetricBuffers):
+    """Buffers of ``symmetric_rows_bytes``, in which a program has a row."""
+
+    def __post_init__(self) -> None:
+        self._check(self.max_rows)
+        assert self.hidden_size * self.dtype.itemsize % _CHUNK_BYTES == 0
 
 
 def symmetric_rows_bytes(size: int, max_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
@@ -439,39 +447,18 @@ def _has_whole_chunks(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class SymmetricBlocks:
-    """One rank's view of the buffers in which blocks of rows meet; a program has a block.
+class SymmetricBlocks(_SymmetricBuffers):
+    """Buffers of ``symmetric_blocks_bytes``, in which a program has a block of rows.
 
     Attributes:
-        peers: [size] int64, addresses of all ranks' buffers of ``symmetric_blocks_bytes``, mapped into this process,
-            multiples of 16; all zeros before any rank's first launch.
-        epochs: [number of blocks] int32, zeros before the first launch; this rank's own.
-        tickets: [2] int32 likewise: blocks that are taken, and that are done, of a launch under way.
-        abort: as of ``SymmetricRows``.
-        rank: this one.
-        max_rows: of a launch.
-        hidden_size: of every row.
-        dtype: of what is sent and of results.
+        tickets: [2] int32, zeros before the first launch: blocks that are taken, and that are done, of one under way.
     """
 
-    peers: torch.Tensor
-    epochs: torch.Tensor
     tickets: torch.Tensor
-    abort: torch.Tensor
-    rank: int
-    max_rows: int
-    hidden_size: int
-    dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        assert self.peers.dtype == torch.int64 and self.peers.is_contiguous()
-        assert self.epochs.dtype == self.tickets.dtype == self.abort.dtype == torch.int32
-        assert 0 <= self.rank < self.size and self.epochs.shape == (num_blocks(self.max_rows, self.hidden_size),)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.peers.shape[0]
+        self._check(num_blocks(self.max_rows, self.hidden_size))
+        assert self.tickets.dtype == torch.int32
 
 
 def rows_of_block(hidden_size: int) -> int:
@@ -561,11 +548,10 @@ def _block_all_reduce_kernel(
         else:
             part = tl.load(received_ptrs + rank * MAX_ROWS * HIDDEN, mask=mask, other=0.0, cache_modifier=".cg")
         total = part.to(tl.float32) if rank == 0 else total + part.to(tl.float32)
-    y = total.to(dtype)
     if ADDS_AND_NORMALISES:
-        summed = (y.to(tl.float32) + residual.to(tl.float32)).to(dtype)
-        tl.store(residual_ptrs, summed, mask=mask)
-        y = _normalise(summed.to(tl.float32), weight, eps, HIDDEN)
+        y = _add_and_normalise(total, residual, residual_ptrs, mask, weight, eps, HIDDEN)
+    else:
+        y = total.to(dtype)
     tl.store(y_ptr + rows[:, None] * HIDDEN + columns[None, :], y, mask=mask)
     tl.store(epochs_ptr + block, epoch)
     if tl.atomic_add(tickets_ptr + 1, 1) == tl.num_programs(0) - 1:  # the last one: all have their tickets
@@ -697,9 +683,7 @@ def _sum_add_rms_norm_kernel(
             total += tl.load(partial_ptrs, mask=mask, other=0.0).to(tl.float32)
         else:
             total += tl.load(received_ptrs, mask=mask, other=0.0).to(tl.float32)
-    summed = (total.to(residual.dtype).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
-    tl.store(residual_ptrs, summed, mask=mask)
-    y = _normalise(summed.to(tl.float32), weight, eps, HIDDEN)
+    y = _add_and_normalise(total, residual, residual_ptrs, mask, weight, eps, HIDDEN)
     tl.store(y_ptr + rows[:, None] * HIDDEN + columns[None, :], y, mask=mask)
 
 

@@ -1,6 +1,6 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false
-# (a launch takes num_warps and num_stages beside the parameters of the kernel; inside of one, types are Triton's)
+# (a launch takes num_warps beside the parameters of the kernel; inside of one, types and ranges are Triton's)
 
 """The largest logit of each row where ranks have the logits of a part of the vocabulary each.
 

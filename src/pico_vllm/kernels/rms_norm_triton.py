@@ -88,10 +88,16 @@ def _add_rms_norm_kernel(
     for split in tl.static_range(1, NUM_SPLITS):
         split_rows = split * num_rows + rows  # int64
         x += tl.load(x_ptr + split_rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+    y = _add_and_normalise(x, residual, residual_ptrs, mask, weight, eps, HIDDEN)
+    tl.store(y_ptr + rows[:, None] * HIDDEN + columns[None, :], y, mask=mask)
+
+
+@triton.jit
+def _add_and_normalise(x, residual, residual_ptrs, mask, weight, eps, HIDDEN: tl.constexpr):
+    """x [ROWS, BLOCK] fp32, rounded, and the residual: their rounded sum is stored there; returns its norm."""
     summed = (x.to(residual.dtype).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
     tl.store(residual_ptrs, summed, mask=mask)
-    y = _normalise(summed.to(tl.float32), weight, eps, HIDDEN)
-    tl.store(y_ptr + rows[:, None] * HIDDEN + columns[None, :], y, mask=mask)
+    return _normalise(summed.to(tl.float32), weight, eps, HIDDEN)
 
 
 @triton.jit

@@ -88,7 +88,8 @@ class _Ranks:
     is_over: bool = False  # nothing more will be heard
     abort: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
-    step: tuple[float, float] | None = None  # began (time.monotonic()), seconds that it may take; None = in no step
+    num_steps: int = 0  # that rank 0 has begun
+    step_limit_s: float | None = None  # of the one that it is in
     listener: threading.Thread | None = None
 
 
@@ -166,11 +167,12 @@ class Followers:
     @contextmanager
     def in_step(self, device_type: str) -> Iterator[None]:
         """Rank 0 may wait for the others in here; when it waits for too long, one of them counts as gone."""
-        self._ranks.step = time.monotonic(), STUCK_S[device_type]
+        self._ranks.num_steps += 1
+        self._ranks.step_limit_s = STUCK_S[device_type]
         try:
             yield
         finally:
-            self._ranks.step = None
+            self._ranks.step_limit_s = None
 
     def send(self, message: bytes) -> None:
         """To every rank.
@@ -270,7 +272,7 @@ def _listen(ranks: _Ranks) -> None:
                     deadline = time.monotonic() + LAST_WORDS_S
             if deadline is not None and _knows_the_cause(ranks):
                 break
-            if deadline is None and (stuck_s := watch.stuck_s(ranks.step)) is not None:
+            if deadline is None and (stuck_s := watch.stuck_s(ranks.num_steps, ranks.step_limit_s)) is not None:
                 break
     for follower in ranks.followers:
         follower.channel.close()
@@ -315,18 +317,16 @@ class _StepWatch:
 
     def __init__(self) -> None:
         self._looked = time.monotonic()
-        self._step: tuple[float, float] | None = None
+        self._number = 0
         self._waited = 0.0
 
-    def stuck_s(self, step: tuple[float, float] | None) -> float | None:
-        """Seconds that the step should have taken at most, if it has taken longer; to be asked every ``LOOK_S``."""
+    def stuck_s(self, number: int, limit_s: float | None) -> float | None:
+        """The limit of a step, if it has taken longer; None = it is over. To be asked every ``LOOK_S``."""
         now = time.monotonic()
         since, self._looked = min(now - self._looked, 2 * LOOK_S), now
-        if step is None or step is not self._step:
-            self._step, self._waited = step, 0.0
-            return None
-        self._waited += since
-        return step[1] if self._waited > step[1] else None
+        self._waited = self._waited + since if number == self._number else 0.0
+        self._number = number
+        return limit_s if limit_s is not None and self._waited > limit_s else None
 
 
 def _culprit(ranks: _Ranks) -> _Follower:

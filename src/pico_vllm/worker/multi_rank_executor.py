@@ -87,7 +87,6 @@ class MultiRankExecutor:
         launched = launched_rank()
         num_local = shard.size if launched is None else 1
         device, *_ = [resolve_device(config.device, local_rank) for local_rank in range(num_local)]
-        self._device_type = device.type
         self._death: str | None = None
         build = Build(
             version=PROTOCOL_VERSION,
@@ -223,7 +222,7 @@ class MultiRankExecutor:
         if self._death is not None:
             raise EngineDeadError(self._death)
         try:
-            with self._followers.in_step(self._device_type):
+            with self._followers.in_step(self.runner.device.type):
                 yield
         except RankLostError as error:
             self._die(error)

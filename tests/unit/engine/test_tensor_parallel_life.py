@@ -240,18 +240,18 @@ def test_a_stuck_rank_is_noticed_when_a_step_takes_too_long(checkpoint, monkeypa
 def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
     now = 100.0
     monkeypatch.setattr(followers.time, "monotonic", lambda: now)
-    watch, step = followers._StepWatch(), (100.0, 300.0)
+    watch, step = followers._StepWatch(), (1, 300.0)
     for passed in [followers.LOOK_S] * 30 + [3600.0] + [followers.LOOK_S] * 27:
         now += passed
-        assert watch.stuck_s(step) is None  # 0, 145, 155, and 290 s in the end
+        assert watch.stuck_s(*step) is None  # 0, 145, 155, and 290 s in the end
     now += followers.LOOK_S
-    assert watch.stuck_s((now, 300.0)) is None  # another step
+    assert watch.stuck_s(2, 300.0) is None  # another step
     for _ in range(61):  # the first look begins anew
         now += followers.LOOK_S
-        assert watch.stuck_s(step) is None
+        assert watch.stuck_s(*step) is None
     now += followers.LOOK_S
-    assert watch.stuck_s(step) == 300.0
-    assert watch.stuck_s(None) is None
+    assert watch.stuck_s(*step) == 300.0
+    assert watch.stuck_s(1, None) is None
 
 
 def test_an_error_of_rank_0_in_a_step_ends_the_engine_with_its_traceback(checkpoint):
